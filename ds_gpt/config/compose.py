@@ -1,0 +1,262 @@
+"""Compose the run YAML and the DeepSpeed JSON into the one dictionary that DeepSpeed gets.
+
+Each number has one owner: the JSON how it runs on the hardware, the YAML what is learned. ``"auto"`` in the JSON is
+filled from the run; a number that both state, differently, is an error. Nothing is overridden in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_gpt.config.checks import deepspeed_problems, run_problems
+from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, key_problems
+from ds_gpt.config.errors import ConfigError, Problem
+from ds_gpt.config.files import ConfigFile, apply_overrides, read_deepspeed_json, read_run_yaml
+from ds_gpt.config.hardware import Hardware, Precision
+from ds_gpt.config.parse import parse_run
+from ds_gpt.config.run import RunConfig
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A run that can start: every number settled.
+
+    Attributes:
+        run: the typed run config (``model.vocab_size`` may still be ``"auto"``: the tokenizer settles it).
+        deepspeed: the dictionary for ``deepspeed.initialize``; no ``"auto"`` is left in it.
+        hardware: the devices it was composed for.
+        micro_batch_size: sequences per rank and micro-step.
+        accumulation_steps: micro-steps per optimizer step.
+        precision: what the model computes in.
+        checkpoint_policy: activation checkpointing: ``None`` (off), ``"full"`` or ``"selective"``.
+        owners: who stated each dotted key of ``deepspeed``, for ``show-config``.
+        notes: what was decided for the user, a sentence each.
+    """
+
+    run: RunConfig
+    deepspeed: dict[str, Any]
+    hardware: Hardware
+    micro_batch_size: int
+    accumulation_steps: int
+    precision: Precision
+    checkpoint_policy: str | None
+    owners: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.deepspeed["zero_optimization"]["stage"]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in the global batch."""
+        return self.run.batch.global_batch_size * self.run.model.context
+
+
+def load(
+    run_path: str | Path, deepspeed_path: str | Path, hardware: Hardware, overrides: Iterable[str] = ()
+) -> Composed:
+    """Read both files, lay ``--set`` over them and compose. Raises ConfigError with every problem found."""
+    run_file, deepspeed_file = read_run_yaml(run_path), read_deepspeed_json(deepspeed_path)
+    return compose(*apply_overrides(run_file, deepspeed_file, overrides, KNOWN_KEYS[""]), hardware)
+
+
+def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware) -> Composed:
+    """Compose two files that are already read. Raises ConfigError with every problem found."""
+    problems = key_problems(deepspeed_file) + deepspeed_problems(deepspeed_file, hardware)
+    try:
+        run = parse_run(run_file)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    problems += run_problems(run)
+    problems += _disagreements(run_file, run, deepspeed_file)
+    micro_batch_size, accumulation_steps, batch_problems = _batch(run, deepspeed_file, hardware)
+    problems += batch_problems
+    if problems:
+        raise ConfigError(problems)
+    return _fill(run_file, run, deepspeed_file, hardware, micro_batch_size, accumulation_steps)
+
+
+def _number(deepspeed: ConfigFile, key: str) -> Any:
+    value = deepspeed.get(key)
+    return None if value == "auto" else value
+
+
+def _disagreements(run_file: ConfigFile, run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """Numbers that both files state and that differ."""
+    optimizer = run.optimizer
+    twice: list[tuple[str, str, Any]] = [("train_batch_size", "batch.global_batch_size", run.batch.global_batch_size)]
+    if run.batch.micro_batch_size != "auto":
+        twice.append(("train_micro_batch_size_per_gpu", "batch.micro_batch_size", run.batch.micro_batch_size))
+    twice += [("optimizer.params.lr", "optimizer.lr", optimizer.lr), ("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer.weight_decay)]
+    if optimizer.name == "adamw":
+        twice += [("optimizer.params.betas", "optimizer.betas", list(optimizer.betas)), ("optimizer.params.eps", "optimizer.eps", optimizer.eps)]
+    problems = []
+    stated_type = _number(deepspeed, "optimizer.type")
+    if stated_type is not None and str(stated_type).lower() != optimizer.name:
+        problems.append(_disagreement(run_file, deepspeed, "optimizer.type", stated_type, "optimizer.name", optimizer.name))
+    for json_key, run_key, value in twice:
+        stated = _number(deepspeed, json_key)
+        if stated is not None and stated != value:
+            problems.append(_disagreement(run_file, deepspeed, json_key, stated, run_key, value))
+    if _number(deepspeed, "scheduler") is not None:
+        problems.append(
+            Problem(
+                f"scheduler ({deepspeed.where('scheduler')}) is stated in the DeepSpeed config",
+                "the learning-rate schedule belongs to the run config, where it is a pure function of the step",
+                f"delete it there (or write \"scheduler\": \"auto\") and use 'schedule' in {run_file.path.name}",
+            )
+        )
+    return problems
+
+
+def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, stated: Any, run_key: str, value: Any) -> Problem:
+    return Problem(
+        f"{json_key} = {stated!r} ({deepspeed.where(json_key)}) but {run_key} = {value!r} ({run_file.where(run_key)})",
+        "the run config owns this number; two that differ would make the result depend on who wins",
+        f'delete it at {deepspeed.where(json_key)}, or write "auto"',
+    )
+
+
+def _batch(run: RunConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[int, int, list[Problem]]:
+    """Micro-batch and accumulation steps with micro x accumulation x ranks = global batch."""
+    total, ranks = run.batch.global_batch_size, hardware.world_size
+    micro: Any = run.batch.micro_batch_size
+    if micro == "auto":
+        micro = _number(deepspeed, "train_micro_batch_size_per_gpu")
+    accumulation: Any = _number(deepspeed, "gradient_accumulation_steps")
+    wrong = [
+        Problem(f"{key} = {value!r} ({deepspeed.where(key)}) should be a positive integer or \"auto\"", fix="correct it")
+        for key, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
+    ]
+    if wrong:
+        return 0, 0, wrong
+    product = ranks * (micro or 1) * (accumulation or 1)
+    settled = micro is not None and accumulation is not None
+    if total % product or (settled and total != product):
+        return 0, 0, [_indivisible(total, ranks, micro, accumulation)]
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = total // (ranks * accumulation)
+    return micro, total // (ranks * micro), []
+
+
+def _indivisible(total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
+    factors = f"{ranks} ranks"
+    factors += f" x micro-batch {micro}" if micro else ""
+    factors += f" x {accumulation} accumulation steps" if accumulation else ""
+    multiple = ranks * (micro or 1) * (accumulation or 1)
+    below = total // multiple * multiple
+    sizes = f"{below} or {below + multiple}" if below else f"{multiple}"
+    remedies = [f"set batch.global_batch_size to {multiple if micro and accumulation else sizes}"]
+    if total % ranks == 0 and micro:
+        share = total // ranks
+        fitting = [m for m in range(1, share + 1) if share % m == 0]
+        remedies.append(f"batch.micro_batch_size to one of {', '.join(map(str, fitting[-6:]))}")
+    else:
+        remedies.append("change the number of ranks")
+    return Problem(
+        f"batch.global_batch_size = {total} is not {factors}" + ("" if micro and accumulation else " x a whole number"),
+        "every rank must take the same number of whole micro-batches",
+        ", or ".join(remedies),
+    )
+
+
+def _fill(
+    run_file: ConfigFile, run: RunConfig, deepspeed_file: ConfigFile, hardware: Hardware, micro: int, accumulation: int
+) -> Composed:
+    """The DeepSpeed dictionary with every "auto" filled. The files are known to be sound here."""
+    values = {key: value for key, value in copy.deepcopy(deepspeed_file.values).items() if value is not None}
+    owners: dict[str, str] = {}
+    notes: list[str] = []
+    values.setdefault("zero_optimization", {}).setdefault("stage", 0)
+    for key, number in zip(_BATCH_KEYS, (run.batch.global_batch_size, micro, accumulation), strict=True):
+        if values.get(key) in (None, "auto"):
+            owners[key] = f"run config: batch ({run_file.path.name}) and {hardware.world_size} ranks"
+        values[key] = number
+    precision = _precision(values, hardware, owners, notes)
+    _accumulation_dtype(values, precision, owners, notes)
+    values.pop("scheduler", None)
+    values["optimizer"] = _optimizer(run, values, hardware)
+    for key in _flatten(values["optimizer"], "optimizer."):
+        if deepspeed_file.get(key) in (None, "auto"):
+            owners[key] = "ds_gpt" if key.split(".")[-1] in ("torch_adam", "fused") else f"run config: optimizer ({run_file.path.name})"
+    if run.optimizer.name == "sgd" and values["zero_optimization"]["stage"] > 0:
+        values.setdefault("zero_allow_untested_optimizer", True)
+    policy = None
+    if "activation_checkpointing" in values:
+        policy = values["activation_checkpointing"].pop("policy", "full")
+    for key in _flatten(values):
+        owners.setdefault(key, f"DeepSpeed config ({deepspeed_file.where(key)})" if deepspeed_file.get(key) is not None else "ds_gpt")
+    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, tuple(notes))
+
+
+def _precision(values: dict[str, Any], hardware: Hardware, owners: dict[str, str], notes: list[str]) -> Precision:
+    bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
+    if bf16.get("enabled") == "auto":
+        bf16["enabled"] = hardware.bf16 and not fp16.get("enabled")
+        does = "computes bf16 at full speed: on" if hardware.bf16 else "does not compute bf16 at full speed: fp32"
+        owners["bf16.enabled"] = f'"auto": {hardware.name} {does}'
+        notes.append(f'bf16 is "auto" and {hardware.name} {does}')
+    if fp16.get("enabled"):
+        return "fp16"
+    if bf16.get("enabled"):
+        return "bf16"
+    autocast = values.get("torch_autocast", {})
+    if autocast.get("enabled"):
+        return "fp16" if autocast.get("dtype") in ("fp16", "float16", "half") else "bf16"
+    return "fp32"
+
+
+def _accumulation_dtype(values: dict[str, Any], precision: Precision, owners: dict[str, str], notes: list[str]) -> None:
+    """Settle ``data_types.grad_accum_dtype: "auto"``: fp32 wherever DeepSpeed accumulates in it."""
+    types = values.get("data_types", {})
+    if types.get("grad_accum_dtype") != "auto":
+        return
+    stage = values["zero_optimization"]["stage"]
+    if values.get("bf16", {}).get("enabled") and stage > 0:
+        types["grad_accum_dtype"] = "fp32"
+        owners["data_types.grad_accum_dtype"] = '"auto": bf16 gradients are accumulated in fp32'
+        return
+    del types["grad_accum_dtype"]  # the gradients' own dtype
+    if not types:
+        del values["data_types"]
+    if precision != "fp32" and not values.get("torch_autocast", {}).get("enabled"):
+        notes.append(f"gradients accumulate in {precision}: DeepSpeed has no fp32 accumulation for {precision} at ZeRO stage {stage}")
+
+
+def _optimizer(run: RunConfig, values: Mapping[str, Any], hardware: Hardware) -> dict[str, Any]:
+    """DeepSpeed's optimizer section: the run's numbers, and an implementation that needs no compiler where one exists."""
+    stated = values.get("optimizer")
+    section = copy.deepcopy(stated) if isinstance(stated, dict) else {}
+    params = {key: value for key, value in section.get("params", {}).items() if value != "auto"}
+    optimizer = run.optimizer
+    params["lr"] = optimizer.lr
+    params["weight_decay"] = optimizer.weight_decay
+    if optimizer.name == "sgd":
+        return {**section, "type": "SGD", "params": params}
+    params["betas"], params["eps"] = list(optimizer.betas), optimizer.eps
+    offload = (values["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+    # DeepSpeed's own Adams are compiled at first use: minutes, and a compiler that laptops may not have.
+    # torch's fused AdamW is as fast on a GPU; only offload to a GPU's host is worth DeepSpeedCPUAdam.
+    if "torch_adam" not in params and not (offload and hardware.kind == "cuda"):
+        params["torch_adam"] = True
+        if hardware.kind == "cuda":
+            params["fused"] = True
+    return {**section, "type": "AdamW", "params": params}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

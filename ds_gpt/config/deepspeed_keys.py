@@ -1,0 +1,124 @@
+"""The keys a DeepSpeed JSON may have.
+
+DeepSpeed 0.19 ignores an unknown top-level key in silence, so that ``gradient_cliping`` trains unclipped.
+These tables are checked here, before a process starts; a test compares them with what DeepSpeed itself reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ds_gpt.config.errors import Problem, did_you_mean
+from ds_gpt.config.files import ConfigFile
+
+_OFFLOAD = frozenset({"device", "nvme_path", "buffer_count", "pin_memory"})
+
+KNOWN_KEYS: Mapping[str, frozenset[str]] = {
+    "": frozenset(
+        """
+        activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+        compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+        datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel
+        flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+        gradient_predivide_factor graph_harvesting hybrid_engine log_level managed_gradient_accumulation
+        memory_breakdown nebula optimizer pipeline prescale_gradients progressive_layer_drop quantize_training
+        scheduler seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print
+        tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+        use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+        """.split()
+    ),
+    "zero_optimization": frozenset(
+        """
+        allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients cpu_offload
+        cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks ignore_unused_parameters
+        leaf_module legacy_stage1 load_from_fp32_weights log_trace_cache_warnings memory_efficient_linear
+        mics_hierarchical_params_gather mics_shard_size offload_optimizer offload_param overlap_comm
+        override_module_apply parameter_alignment pipeline_loading_checkpoint reduce_bucket_size reduce_scatter
+        round_robin_gradients save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+        stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size
+        stage3_use_all_reduce_for_fetch_params sub_group_size use_multi_rank_bucket_allreduce zenflow
+        zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights
+        zeropp_loco_param
+        """.split()
+    ),
+    "zero_optimization.offload_optimizer": _OFFLOAD
+    | {"cpuadam_cores_perc", "fast_init", "pipeline_read", "pipeline_write", "ratio", "super_offload"},
+    "zero_optimization.offload_param": _OFFLOAD | {"buffer_size", "max_in_cpu"},
+    "bf16": frozenset(
+        {"enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "immediate_grad_update"}
+    ),
+    "fp16": frozenset(
+        """
+        auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
+        loss_scale loss_scale_window min_loss_scale
+        """.split()
+    ),
+    "torch_autocast": frozenset({"dtype", "enabled", "lower_precision_safe_modules"}),
+    # `policy` (full or selective) is ds_gpt's own: DeepSpeed has no word for what to keep.
+    "activation_checkpointing": frozenset(
+        """
+        contiguous_memory_optimization cpu_checkpointing number_checkpoints partition_activations policy profile
+        synchronize_checkpoint_boundary
+        """.split()
+    ),
+    "data_types": frozenset({"buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules", "param_dtype"}),
+    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
+}
+
+# Sections that change what is computed, which the training loop does not drive: silently wrong, so refused.
+_NOT_DRIVEN: Mapping[str, str] = {
+    "amp": "use bf16, fp16 or torch_autocast",
+    "compression_training": "remove it",
+    "curriculum_learning": "remove it",
+    "data_efficiency": "remove it",
+    "elasticity": "remove it; the run's global batch is kept at any number of ranks",
+    "expert_parallel": "remove it; the GPT has no experts",
+    "hybrid_engine": "remove it",
+    "progressive_layer_drop": "remove it",
+    "quantize_training": "remove it",
+    "sparse_attention": "remove it",
+    "tensor_parallel": "remove it; use ZeRO to split the model over ranks",
+}
+
+
+def key_problems(deepspeed: ConfigFile) -> list[Problem]:
+    """Unknown keys, and sections that ds_gpt does not drive, in a DeepSpeed JSON."""
+    problems = []
+    for section, known in KNOWN_KEYS.items():
+        values: Any = deepspeed.values if not section else deepspeed.get(section)
+        if isinstance(values, Mapping):
+            problems += _unknown(deepspeed, section, values, known)
+        elif values is not None and not (section == "optimizer" and values == "auto"):
+            problems.append(
+                Problem(f"{section} = {values!r} ({deepspeed.where(section)}) is not a section", fix=f'write "{section}": {{...}}')
+            )
+    for key, remedy in _NOT_DRIVEN.items():
+        section_values = deepspeed.get(key)
+        if section_values and section_values != {"enabled": False}:
+            problems.append(
+                Problem(
+                    f"'{key}' ({deepspeed.where(key)}) is a DeepSpeed section that ds_gpt does not drive",
+                    "it changes what is computed, and the training loop would not know",
+                    remedy,
+                )
+            )
+    return problems
+
+
+def _unknown(deepspeed: ConfigFile, section: str, values: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:
+    problems = []
+    for key in values:
+        if key not in known:
+            dotted = f"{section}.{key}" if section else key
+            problems.append(
+                Problem(
+                    f"unknown key '{dotted}' in the DeepSpeed config ({deepspeed.where(dotted)})",
+                    "DeepSpeed ignores unknown top-level keys in silence" if not section else "",
+                    did_you_mean(key, known),
+                )
+            )
+    return problems

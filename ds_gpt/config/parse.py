@@ -1,0 +1,100 @@
+"""From the run YAML's values to a typed RunConfig, with every problem at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from ds_gpt.config.errors import ConfigError, Problem, did_you_mean
+from ds_gpt.config.files import ConfigFile
+from ds_gpt.config.run import ModelConfig, RunConfig
+
+
+def parse_run(run: ConfigFile) -> RunConfig:
+    """Validate the run YAML.
+
+    Raises:
+        ConfigError: unknown keys, missing keys, wrong types, values out of range.
+    """
+    try:
+        return RunConfig.model_validate(run.values)
+    except ValidationError as error:
+        # A union (`int or "auto"`) reports one error a branch: say each place once, its reasons together.
+        places: dict[str, list[dict[str, Any]]] = {}
+        for detail in error.errors():
+            places.setdefault(_dotted(detail["loc"]), []).append(detail)
+        raise ConfigError([_problem(run, key, details) for key, details in places.items()]) from None
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    """The key of a pydantic location, without the names of union branches that pydantic appends."""
+    parts: list[str] = []
+    model: Any = RunConfig
+    for part in loc:
+        parts.append(str(part))
+        fields = model.model_fields if isinstance(model, type) and issubclass(model, BaseModel) else {}
+        if part not in fields:
+            break
+        model = fields[part].annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            break
+    return ".".join(parts)
+
+
+def _section(key: str) -> type[BaseModel]:
+    model: type[BaseModel] = RunConfig
+    for part in key.split(".")[:-1]:
+        model = model.model_fields[part].annotation  # type: ignore[assignment]
+    return model
+
+
+def _problem(run: ConfigFile, key: str, details: list[dict[str, Any]]) -> Problem:
+    detail = details[0]
+    where = run.where(key)
+    if detail["type"] == "extra_forbidden":
+        return Problem(f"unknown key '{key}' in the run config ({where})", fix=did_you_mean(key.split(".")[-1], _section(key).model_fields))
+    if detail["type"] == "missing":
+        return Problem(f"'{key}' is missing from the run config ({run.path.name})", fix=f"add it, or --set {key}=...")
+    reasons = " or ".join(dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details))
+    given = run.get(key)
+    text = f"{given!r} ({type(given).__name__})" if isinstance(given, str) else repr(given)
+    return Problem(f"{key} = {text} ({where}) should be {reasons}", fix="correct it in the run config, or with --set")
+
+
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """What is impossible in the model's shape."""
+    if model.width % model.heads == 0:
+        return []
+    fitting = [h for h in range(1, model.width + 1) if model.width % h == 0]
+    nearest = min(fitting, key=lambda h: abs(h - model.heads))
+    return [
+        Problem(
+            f"model.heads = {model.heads} does not divide model.width = {model.width}",
+            "each head gets width / heads channels",
+            f"use model.heads: {nearest}",
+        )
+    ]
+
+
+def with_vocabulary(run: RunConfig, needed: int) -> RunConfig:
+    """The run with ``model.vocab_size`` settled from what the tokenizer needs.
+
+    Args:
+        run: the run.
+        needed: number of distinct token ids.
+
+    Raises:
+        ConfigError: a stated vocabulary smaller than that.
+    """
+    if run.model.vocab_size == "auto":
+        return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": needed})})
+    if run.model.vocab_size < needed:
+        raise ConfigError(
+            Problem(
+                f"model.vocab_size = {run.model.vocab_size}, but the corpus '{run.data.corpus}' needs {needed} tokens",
+                "a token id past the vocabulary has no embedding",
+                f"set model.vocab_size: {needed} or more, or auto",
+            )
+        )
+    return run

@@ -1,0 +1,163 @@
+"""The run YAML as types: what is learned. How it runs on the hardware belongs to the DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+
+Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A section of the run YAML: unknown keys and wrong types are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The shape of the GPT."""
+
+    layers: PositiveInt
+    width: PositiveInt
+    heads: PositiveInt
+    context: PositiveInt  # tokens; also the number of learned positions
+    ffn_width: PositiveInt | Auto = "auto"  # auto: 4 x width
+    vocab_size: PositiveInt | Auto = "auto"  # auto: what the tokenizer has
+    dropout: Fraction = 0.0
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the feed-forward layer (F)."""
+        return 4 * self.width if self.ffn_width == "auto" else self.ffn_width
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head (K)."""
+        return self.width // self.heads
+
+    @property
+    def vocabulary(self) -> int:
+        """Vocabulary size (V), which must have been resolved from the tokenizer by now."""
+        assert self.vocab_size != "auto", "vocab_size is filled from the tokenizer before the model is built"
+        return self.vocab_size
+
+
+class SyntheticConfig(Section):
+    """The corpus that has no text: a Markov source whose entropy is exactly ln(branching) nats a token."""
+
+    vocab_size: PositiveInt = 64
+    branching: PositiveInt = 4
+    tokens: PositiveInt = 1_000_000
+
+
+class DataConfig(Section):
+    """Where the tokens come from."""
+
+    corpus: str = "python_docs"  # a known name, a text file, or a glob
+    tokenizer: Literal["char"] = "char"
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    cache_dir: str = "~/.cache/ds_gpt"
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+
+class BatchConfig(Section):
+    """Sequences per optimizer step. The global batch is mathematics, the micro-batch is systems."""
+
+    global_batch_size: PositiveInt
+    micro_batch_size: PositiveInt | Auto = "auto"  # per rank; auto: no accumulation
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter, 2019) or plain SGD; decay acts on matrices only."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: PositiveFloat  # peak; under the Noam schedule the factor, 1.0 in the paper
+    betas: Annotated[tuple[Fraction, Fraction], Strict(False)] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    lr_scaling: Literal["none", "sqrt_world_size"] = "none"
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the step."""
+
+    name: Literal["cosine", "noam", "constant"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | Auto = "auto"  # step at which the minimum is reached; auto: training.steps
+    min_lr: NonNegativeFloat = 0.0  # never scaled by the world size
+
+
+class LossConfig(Section):
+    """Cross-entropy."""
+
+    label_smoothing: Fraction = 0.0
+
+
+class TrainingConfig(Section):
+    """How long."""
+
+    steps: PositiveInt
+
+
+class EvaluationConfig(Section):
+    """Validation loss over a fixed set of windows, the same for every world size."""
+
+    every: PositiveInt = 500
+    sequences: PositiveInt = 256
+
+
+class SampleConfig(Section):
+    """The text generated at the end of a run."""
+
+    prompt: str = "\n"
+    tokens: NonNegativeInt = 200
+    temperature: NonNegativeFloat = 0.8
+    top_k: PositiveInt | None = 50
+
+
+class CheckpointsConfig(Section):
+    """When to save. A run always saves when it ends or is interrupted."""
+
+    every: PositiveInt | None = None
+
+
+class LoggingConfig(Section):
+    """DEBUG logs every step, INFO every `every` steps."""
+
+    level: Literal["DEBUG", "INFO"] = "INFO"
+    every: PositiveInt = 10
+    tensorboard: bool = True
+
+
+class RunConfig(Section):
+    """A whole run, as `ds_configs/runs/*.yaml` states it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: NonNegativeInt = 1337
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    loss: LossConfig = LossConfig()
+    training: TrainingConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    sample: SampleConfig = SampleConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the schedule reaches its minimum."""
+        return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
+
+    @property
+    def log_every(self) -> int:
+        """Steps between two lines of the log."""
+        return 1 if self.logging.level == "DEBUG" else self.logging.every
