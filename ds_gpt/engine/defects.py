@@ -1,0 +1,56 @@
+"""Defects of DeepSpeed 0.19 that would reach the user, and the way around each.
+
+``tests/engine/test_defects.py`` shows each one in DeepSpeed alone, so a release that mends it is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed refuses fp16 on a CPU, although PyTorch computes it there; only slowly, which suits tests."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+
+
+def undo_dummy_step(engine: Any) -> None:
+    """ZeRO-0 in bf16 allocates its optimizer state by a real step on zero gradients.
+
+    That step decays the master weights once and puts Adam's step count one ahead: all bias corrections are wrong.
+    The model's own weights are untouched by it, so the masters are copied from them again and the state is dropped.
+    """
+    if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer":
+        engine.optimizer.refresh_fp32_params()
+        engine.basic_optimizer.state.clear()
+
+
+def guard_plain_optimizer(engine: Any) -> None:
+    """ZeRO-0 with fp32 weights steps the bare torch optimizer: no gradient norm, and NaN gradients reach the weights.
+
+    The optimizer's ``step`` is replaced by one that measures the norm, clips, and skips a step whose norm is not
+    finite, reporting both through the attributes that the engine reads from its own optimizers.
+    """
+    optimizer = engine.optimizer
+    if optimizer is not engine.basic_optimizer:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    max_norm = engine.gradient_clipping() or math.inf
+    take_step = optimizer.step
+
+    def step() -> None:
+        # Gradients are already averaged over the ranks, so every rank finds the same norm and decides alike.
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        optimizer._global_grad_norm = norm
+        optimizer.overflow = not bool(torch.isfinite(norm))
+        if not optimizer.overflow:
+            take_step()
+
+    optimizer.step = step
+    engine.clip_fp32_gradients = lambda: None  # clipped above

@@ -1,0 +1,170 @@
+"""The GPT inside the DeepSpeed engine: build it, take optimizer steps, evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_gpt.config import Composed, ConfigError, Problem
+from ds_gpt.engine.activation_checkpointing import apply_checkpointing
+from ds_gpt.engine.defects import allow_fp16_on_cpu, guard_plain_optimizer, undo_dummy_step
+from ds_gpt.engine.deepspeed_import import import_deepspeed
+from ds_gpt.engine.ranks import Ranks
+from ds_gpt.learning.loss import cross_entropy_sum
+from ds_gpt.learning.parameter_groups import parameter_groups
+from ds_gpt.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank.
+
+    Attributes:
+        loss: token-weighted mean over micro-steps and ranks, nats a token.
+        grad_norm: 2-norm of the whole gradient before clipping; not finite where the step was skipped.
+        applied: whether the weights changed. False where a gradient was not finite.
+        loss_scale: dynamic loss scale, under fp16 only.
+        interrupted: whether any rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    loss_scale: float | None
+    interrupted: bool
+
+
+def check_deepspeed_config(composed: Composed) -> None:
+    """Let DeepSpeed's own validation see the configuration before any process group exists.
+
+    Raises:
+        ConfigError: with DeepSpeed's words.
+    """
+    import_deepspeed(composed.hardware.kind)
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # Without a process group DeepSpeed takes the world size for 1; the batch arithmetic is settled already.
+    alone = {**composed.deepspeed, "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    try:
+        DeepSpeedConfig(alone)
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            Problem(f"DeepSpeed refuses the configuration: {error}", fix="correct that key in the DeepSpeed config")
+        ) from None
+
+
+class Engine:
+    """A GPT wrapped by DeepSpeed. Every rank must make the same calls in the same order.
+
+    Args:
+        composed: the settled configuration, its vocabulary included.
+        ranks: this process among the others; connected.
+    """
+
+    def __init__(self, composed: Composed, ranks: Ranks) -> None:
+        import deepspeed
+
+        self.composed = composed
+        self.ranks = ranks
+        if composed.precision == "fp16":
+            allow_fp16_on_cpu()
+        torch.manual_seed(composed.run.seed)  # the same on every rank: they start from the same weights
+        with self._partitioned_at_birth():
+            self.model = GPT(composed.run.model)
+        apply_checkpointing(self.model, composed)
+        self.deepspeed = deepspeed.initialize(
+            model=self.model,
+            model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
+            config=composed.deepspeed,
+            dist_init_required=False,
+        )[0]
+        undo_dummy_step(self.deepspeed)
+        guard_plain_optimizer(self.deepspeed)
+
+    def _partitioned_at_birth(self) -> contextlib.AbstractContextManager[Any]:
+        """Under ZeRO-3 a parameter is split among the ranks as it is made, so no rank ever holds the whole model."""
+        import deepspeed
+
+        if self.composed.zero_stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
+
+    def step(
+        self, step: int, micro_batches: Sequence[tuple[Tensor, Tensor]], lr: float, interrupted: bool = False
+    ) -> StepResult:
+        """One optimizer step.
+
+        Args:
+            step: optimizer steps completed before this one; with the seed and the rank it settles all dropout.
+            micro_batches: this rank's (inputs_BT, targets_BT), one pair a micro-step, equally many tokens each.
+            lr: learning rate of this step.
+            interrupted: whether this rank was asked to stop; told to all ranks along with the loss.
+        """
+        assert len(micro_batches) == self.composed.accumulation_steps
+        _seed(self.composed.run.seed, step, self.ranks.rank)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for inputs_BT, targets_BT in micro_batches:
+            micro_sum, micro_count = self._loss(inputs_BT, targets_BT)
+            # DeepSpeed averages over micro-steps and ranks; with equally many tokens in each that is the token mean.
+            self.deepspeed.backward(micro_sum / targets_BT.numel())
+            self.deepspeed.step()
+            loss_sum += micro_sum.detach()
+            counted += micro_count
+        flag = counted.new_tensor(float(interrupted))
+        total, tokens, asked = self.ranks.sum(torch.stack([loss_sum, counted, flag]))
+        return StepResult(total / tokens, self._grad_norm(), self.deepspeed.was_step_applied(), self._loss_scale(), asked > 0)
+
+    def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss summed over the counted tokens, and how many those are."""
+        smoothing = self.composed.run.loss.label_smoothing if self.deepspeed.training else 0.0
+        return cross_entropy_sum(self.deepspeed(inputs_BT), targets_BT, label_smoothing=smoothing)
+
+    def _grad_norm(self) -> float:
+        norm = self.deepspeed.get_global_grad_norm()
+        return math.nan if norm is None else float(norm)
+
+    def _loss_scale(self) -> float | None:
+        return float(self.deepspeed.optimizer.loss_scale) if self.composed.precision == "fp16" else None
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode, without gradients."""
+        self.deepspeed.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.deepspeed.train()
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of a forward pass, BTV. Under ZeRO-3 every rank must call it equally often."""
+        return self.deepspeed(tokens_BT)
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        with self.evaluating():
+            for inputs_BT, targets_BT in batches:
+                loss_sum, counted = self._loss(inputs_BT, targets_BT)
+                sums += torch.stack([loss_sum, counted])
+        total, tokens = self.ranks.sum(sums)
+        return total / tokens
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, so that another engine can be built in this process."""
+        self.deepspeed.destroy()
+
+
+def _seed(seed: int, step: int, rank: int) -> None:
+    """Make dropout a function of (seed, step, rank), so that a resumed run draws what an uninterrupted one would."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))

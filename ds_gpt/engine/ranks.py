@@ -1,0 +1,168 @@
+"""Which rank this process is, on which device, and how it meets the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+
+from ds_gpt.config import ConfigError, Hardware, Problem
+from ds_gpt.engine.deepspeed_import import import_deepspeed
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of the run, as its launcher numbered them.
+
+    Attributes:
+        rank: 0 to world_size - 1 over all nodes.
+        world_size: processes in the run.
+        local_rank: 0 to local_world_size - 1 on this node; also the index of its GPU.
+        local_world_size: processes on this node.
+        device: the device this rank computes on.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read what the deepspeed launcher, torchrun or nobody (one process) set.
+
+        Raises:
+            ConfigError: more ranks on this node than it has GPUs.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+        gpus = torch.cuda.device_count()
+        if gpus and local_world_size > gpus:
+            raise ConfigError(
+                Problem(
+                    f"{local_world_size} ranks were asked for on this node, which has {gpus} GPU{'s' if gpus > 1 else ''}",
+                    "each rank needs a GPU of its own",
+                    f"launch with --num_gpus {gpus} or fewer (or set CUDA_VISIBLE_DEVICES= to train on the CPU)",
+                )
+            )
+        device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+        return cls(int(os.environ.get("RANK", 0)), world_size, local_rank, local_world_size, device)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.rank == 0
+
+    def hardware(self) -> Hardware:
+        """What the configuration needs to know about these devices."""
+        if self.device.type == "cpu":
+            # bf16 without matrix units (AMX) is emulated: 4 to 8 times slower than fp32, so "auto" does not pick it.
+            return Hardware("cpu", platform.processor() or "CPU", self.world_size, bf16=False)
+        name = torch.cuda.get_device_name(self.device)
+        ampere_or_newer = torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return Hardware("cuda", name, self.world_size, bf16=ampere_or_newer)
+
+    def connect(self, init_method: str | None = None) -> None:
+        """Set up the device and join the process group; every rank must call it.
+
+        Args:
+            init_method: URL of the rendezvous, where the launcher's is not wanted.
+
+        Raises:
+            ConfigError: the rendezvous port is taken.
+        """
+        _set_up_device(self)
+        deepspeed = import_deepspeed(self.device.type)
+        deepspeed.init_distributed(
+            dist_backend="nccl" if self.device.type == "cuda" else "gloo",
+            auto_mpi_discovery=False,
+            verbose=False,
+            init_method=init_method or _rendezvous(self),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 10))),
+        )
+
+    def disconnect(self) -> None:
+        """Leave the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def sum(self, values: Sequence[float] | torch.Tensor) -> list[float]:
+        """Element-wise sum over all ranks, in float64; every rank must call it."""
+        total = torch.as_tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size > 1:
+            torch.distributed.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum([0.0])
+
+    def agree(self, value: str) -> str:
+        """Rank 0's text, on every rank."""
+        box = [value]
+        if self.world_size > 1:
+            torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+
+def _set_up_device(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        torch.set_float32_matmul_precision("high")  # TF32 on Ampere and newer: 8 x fp32's rate, fp32's range
+        return
+    # Every rank would otherwise start one thread a core, and they would fight over the cores. torchrun sets
+    # OMP_NUM_THREADS=1 whether or not cores are idle, so there it says nothing about what the user wants.
+    if "OMP_NUM_THREADS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+
+
+def _rendezvous(ranks: Ranks) -> str:
+    """The URL at which the ranks meet.
+
+    Under the deepspeed launcher all jobs meet at port 29500, so that a second job on the machine dies or, worse, talks
+    to the first. Ranks of one node can meet through a file instead, named after the launcher process that is their
+    common parent; a single process needs nobody.
+    """
+    parent = psutil.Process().parent()
+    if ranks.world_size == 1:
+        return f"file://{_rendezvous_folder() / f'{os.getpid()}-{psutil.Process().create_time()}'}"
+    launched_by_deepspeed = parent is not None and any("deepspeed.launcher.launch" in part for part in parent.cmdline())
+    if launched_by_deepspeed and ranks.local_world_size == ranks.world_size:
+        return f"file://{_rendezvous_folder() / f'{parent.pid}-{parent.create_time()}'}"
+    if ranks.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _require_free_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return "env://"
+
+
+def _rendezvous_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"ds_gpt-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _require_free_port(address: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            raise ConfigError(
+                Problem(
+                    f"the rendezvous port {address}:{port} cannot be opened: {error.strerror}",
+                    "the ranks meet there; another run probably holds it",
+                    "launch with another --master_port",
+                )
+            ) from None
