@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,7 +83,8 @@ def _precision_problems(deepspeed: ConfigFile, stage: int) -> list[Problem]:
 
 def _device(deepspeed: ConfigFile, section: str) -> Any:
     offload = deepspeed.get(f"zero_optimization.{section}")
-    return offload.get("device", "none") if isinstance(offload, Mapping) else "none"
+    device = offload.get("device") if isinstance(offload, Mapping) else None
+    return "none" if device is None else device
 
 
 def _offload_problems(deepspeed: ConfigFile, stage: int) -> list[Problem]:
@@ -107,7 +109,7 @@ def _checkpointing_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[P
     if not isinstance(section, Mapping):
         return []
     problems = []
-    policy = section.get("policy", "full")
+    policy = "full" if section.get("policy") is None else section["policy"]
     if policy not in ("full", "selective"):
         problems.append(
             Problem(
@@ -125,6 +127,14 @@ def _checkpointing_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[P
                 "use policy: full, or remove them",
             )
         )
+    if policy == "selective" and deepspeed.get("zero_optimization.stage") == 3 and deepspeed.get("zero_optimization.memory_efficient_linear"):
+        problems.append(
+            Problem(
+                "activation_checkpointing.policy = 'selective' with zero_optimization.memory_efficient_linear = true",
+                "that linear adds its bias in place to a result which the policy keeps: gradients would be wrong",
+                "remove memory_efficient_linear, or use policy: full",
+            )
+        )
     if section.get("cpu_checkpointing") and not section.get("partition_activations") and hardware.kind == "cpu":
         problems.append(
             Problem(
@@ -139,7 +149,7 @@ def _checkpointing_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[P
 def _stepping_problems(deepspeed: ConfigFile) -> list[Problem]:
     problems = []
     clipping = deepspeed.get("gradient_clipping")
-    if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0):
+    if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not 0 <= clipping < math.inf):
         problems.append(
             Problem(f"gradient_clipping = {clipping!r} ({deepspeed.where('gradient_clipping')}) should be a number, 0 for none", fix="for example 1.0")
         )

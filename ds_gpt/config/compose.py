@@ -20,6 +20,8 @@ from ds_gpt.config.hardware import Hardware, Precision
 from ds_gpt.config.parse import parse_run
 from ds_gpt.config.run import RunConfig
 
+# What DeepSpeed clips at where the JSON says nothing (older versions: not at all). Said aloud, so that nobody is surprised.
+_DEEPSPEEDS_CLIPPING = 1.0
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -36,6 +38,7 @@ class Composed:
         precision: what the model computes in.
         checkpoint_policy: activation checkpointing: ``None`` (off), ``"full"`` or ``"selective"``.
         owners: who stated each dotted key of ``deepspeed``, for ``show-config``.
+        run_owners: the same for each dotted key of ``run``.
         notes: what was decided for the user, a sentence each.
     """
 
@@ -47,6 +50,7 @@ class Composed:
     precision: Precision
     checkpoint_policy: str | None
     owners: dict[str, str] = field(default_factory=dict)
+    run_owners: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -65,7 +69,7 @@ def load(
 ) -> Composed:
     """Read both files, lay ``--set`` over them and compose. Raises ConfigError with every problem found."""
     run_file, deepspeed_file = read_run_yaml(run_path), read_deepspeed_json(deepspeed_path)
-    return compose(*apply_overrides(run_file, deepspeed_file, overrides, KNOWN_KEYS[""]), hardware)
+    return compose(*apply_overrides(run_file, deepspeed_file, overrides, KNOWN_KEYS), hardware)
 
 
 def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware) -> Composed:
@@ -121,7 +125,7 @@ def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, st
     return Problem(
         f"{json_key} = {stated!r} ({deepspeed.where(json_key)}) but {run_key} = {value!r} ({run_file.where(run_key)})",
         "the run config owns this number; two that differ would make the result depend on who wins",
-        f'delete it at {deepspeed.where(json_key)}, or write "auto"',
+        "drop that --set" if deepspeed.where(json_key) == "--set" else f'delete it at {deepspeed.where(json_key)}, or write "auto"',
     )
 
 
@@ -142,39 +146,53 @@ def _batch(run: RunConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[i
     product = ranks * (micro or 1) * (accumulation or 1)
     settled = micro is not None and accumulation is not None
     if total % product or (settled and total != product):
-        return 0, 0, [_indivisible(total, ranks, micro, accumulation)]
+        return 0, 0, [_indivisible(run, total, ranks, micro, accumulation)]
     if micro is None:
         accumulation = accumulation or 1
         micro = total // (ranks * accumulation)
     return micro, total // (ranks * micro), []
 
 
-def _indivisible(total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
+def _indivisible(run: RunConfig, total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
+    """The batch that does not divide, with one-number remedies. Each of them works; a test tries them all."""
     factors = f"{ranks} ranks"
     factors += f" x micro-batch {micro}" if micro else ""
     factors += f" x {accumulation} accumulation steps" if accumulation else ""
-    multiple = ranks * (micro or 1) * (accumulation or 1)
+    unit = (micro or 1) * (accumulation or 1)
+    multiple, exact = ranks * unit, bool(micro and accumulation)
     below = total // multiple * multiple
-    sizes = f"{below} or {below + multiple}" if below else f"{multiple}"
-    remedies = [f"set batch.global_batch_size to {multiple if micro and accumulation else sizes}"]
-    if total % ranks == 0 and micro:
-        share = total // ranks
-        fitting = [m for m in range(1, share + 1) if share % m == 0]
-        remedies.append(f"batch.micro_batch_size to one of {', '.join(map(str, fitting[-6:]))}")
-    else:
-        remedies.append("change the number of ranks")
+    sizes = [multiple] if exact or not below else [below, below + multiple]
+    remedies = [f"set batch.global_batch_size to {_either(sizes)}"]
+    share = total // ranks
+    if micro and total % (ranks * (accumulation or 1)) == 0:
+        key = "train_micro_batch_size_per_gpu" if run.batch.micro_batch_size == "auto" else "batch.micro_batch_size"
+        remedies.append(f"{key} to {_either([share // accumulation] if accumulation else _nearest_divisors(share, micro))}")
+    if accumulation and total % (ranks * (micro or 1)) == 0:
+        fitting = [share // micro] if micro else _nearest_divisors(share, accumulation)
+        remedies.append(f"gradient_accumulation_steps to {_either(fitting)}")
+    if total % unit == 0:
+        remedies.append(f"the number of ranks to {_either([total // unit] if exact else _nearest_divisors(total // unit, ranks))}")
     return Problem(
-        f"batch.global_batch_size = {total} is not {factors}" + ("" if micro and accumulation else " x a whole number"),
+        f"batch.global_batch_size = {total} is not {factors}" + ("" if exact else " x a whole number"),
         "every rank must take the same number of whole micro-batches",
         ", or ".join(remedies),
     )
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _fill(
     run_file: ConfigFile, run: RunConfig, deepspeed_file: ConfigFile, hardware: Hardware, micro: int, accumulation: int
 ) -> Composed:
     """The DeepSpeed dictionary with every "auto" filled. The files are known to be sound here."""
-    values = {key: value for key, value in copy.deepcopy(deepspeed_file.values).items() if value is not None}
+    values = _without_nulls(deepspeed_file.values)
     owners: dict[str, str] = {}
     notes: list[str] = []
     values.setdefault("zero_optimization", {}).setdefault("stage", 0)
@@ -182,6 +200,10 @@ def _fill(
         if values.get(key) in (None, "auto"):
             owners[key] = f"run config: batch ({run_file.path.name}) and {hardware.world_size} ranks"
         values[key] = number
+    if "gradient_clipping" not in values:
+        values["gradient_clipping"] = _DEEPSPEEDS_CLIPPING
+        owners["gradient_clipping"] = "DeepSpeed's default"
+        notes.append(f"gradient_clipping is not stated: DeepSpeed clips at {_DEEPSPEEDS_CLIPPING} (0 for none)")
     precision = _precision(values, hardware, owners, notes)
     _accumulation_dtype(values, precision, owners, notes)
     values.pop("scheduler", None)
@@ -194,18 +216,28 @@ def _fill(
     policy = None
     if "activation_checkpointing" in values:
         policy = values["activation_checkpointing"].pop("policy", "full")
+    if policy == "selective" and values["zero_optimization"]["stage"] == 3:
+        # DeepSpeed's own linear adds the bias in place to the kept result of the multiplication, so that a
+        # recomputation adds it again: wrong gradients, in silence.
+        values["zero_optimization"]["memory_efficient_linear"] = False
     for key in _flatten(values):
         owners.setdefault(key, f"DeepSpeed config ({deepspeed_file.where(key)})" if deepspeed_file.get(key) is not None else "ds_gpt")
-    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, tuple(notes))
+    run_owners = {
+        key: f"run config ({run_file.where(key)})" if run_file.get(key) is not None else "default"
+        for key in _flatten(run.model_dump(mode="json"))
+    }
+    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, run_owners, tuple(notes))
 
 
 def _precision(values: dict[str, Any], hardware: Hardware, owners: dict[str, str], notes: list[str]) -> Precision:
     bf16, fp16 = values.get("bf16", {}), values.get("fp16", {})
     if bf16.get("enabled") == "auto":
-        bf16["enabled"] = hardware.bf16 and not fp16.get("enabled")
-        does = "computes bf16 at full speed: on" if hardware.bf16 else "does not compute bf16 at full speed: fp32"
-        owners["bf16.enabled"] = f'"auto": {hardware.name} {does}'
-        notes.append(f'bf16 is "auto" and {hardware.name} {does}')
+        other = next((section for section in ("fp16", "torch_autocast") if values.get(section, {}).get("enabled")), None)
+        bf16["enabled"] = hardware.bf16 and other is None
+        reason = f"{hardware.name} computes bf16 at full speed: on" if hardware.bf16 else f"{hardware.name} does not compute bf16 at full speed: fp32"
+        reason = f"{other} is enabled: off" if other else reason
+        owners["bf16.enabled"] = f'"auto": {reason}'
+        notes.append(f'bf16 is "auto" and {reason}')
     if fp16.get("enabled"):
         return "fp16"
     if bf16.get("enabled"):
@@ -237,7 +269,8 @@ def _optimizer(run: RunConfig, values: Mapping[str, Any], hardware: Hardware) ->
     """DeepSpeed's optimizer section: the run's numbers, and an implementation that needs no compiler where one exists."""
     stated = values.get("optimizer")
     section = copy.deepcopy(stated) if isinstance(stated, dict) else {}
-    params = {key: value for key, value in section.get("params", {}).items() if value != "auto"}
+    stated_params = section.get("params")
+    params = {key: value for key, value in stated_params.items() if value != "auto"} if isinstance(stated_params, dict) else {}
     optimizer = run.optimizer
     params["lr"] = optimizer.lr
     params["weight_decay"] = optimizer.weight_decay
@@ -250,8 +283,15 @@ def _optimizer(run: RunConfig, values: Mapping[str, Any], hardware: Hardware) ->
     if "torch_adam" not in params and not (offload and hardware.kind == "cuda"):
         params["torch_adam"] = True
         if hardware.kind == "cuda":
-            params["fused"] = True
+            params.setdefault("fused", True)
     return {**section, "type": "AdamW", "params": params}
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy without the keys that are null: null (``--set bf16=null``) means not stated, at every depth."""
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else copy.deepcopy(value) for key, value in values.items() if value is not None
+    }
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[str]:

@@ -1,12 +1,12 @@
 """The keys a DeepSpeed JSON may have.
 
-DeepSpeed 0.19 ignores an unknown top-level key in silence, so that ``gradient_cliping`` trains unclipped.
+DeepSpeed 0.19 ignores an unknown top-level key in silence, so that ``"gradient_cliping": 0.3`` clips at 1.0, its default.
 These tables are checked here, before a process starts; a test compares them with what DeepSpeed itself reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ds_gpt.config.errors import Problem, did_you_mean
@@ -69,9 +69,27 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"type", "params", "legacy_fusion"}),
 }
 
+# Where "auto" has a meaning: filled from the run, and in the last two read by DeepSpeed itself.
+_AUTO = frozenset(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer optimizer.type optimizer.params
+    optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay scheduler bf16.enabled
+    data_types.grad_accum_dtype data_types.keep_in_fp32_modules pipeline.stages
+    """.split()
+)
+
+# Values that ds_gpt.config.checks names itself, "auto" among them: one mistake, one problem.
+_CHECKED = frozenset(
+    """
+    zero_optimization.stage gradient_clipping fp16.enabled torch_autocast.enabled activation_checkpointing.policy
+    zero_optimization.offload_optimizer.device zero_optimization.offload_param.device
+    """.split()
+)
+
 # Sections that change what is computed, which the training loop does not drive: silently wrong, so refused.
 _NOT_DRIVEN: Mapping[str, str] = {
     "amp": "use bf16, fp16 or torch_autocast",
+    "bfloat16": "use bf16, its newer name",
     "compression_training": "remove it",
     "curriculum_learning": "remove it",
     "data_efficiency": "remove it",
@@ -92,13 +110,21 @@ def key_problems(deepspeed: ConfigFile) -> list[Problem]:
         values: Any = deepspeed.values if not section else deepspeed.get(section)
         if isinstance(values, Mapping):
             problems += _unknown(deepspeed, section, values, known)
-        elif values is not None and not (section == "optimizer" and values == "auto"):
+        elif values is not None and not (values == "auto" and section in _AUTO):
             problems.append(
                 Problem(f"{section} = {values!r} ({deepspeed.where(section)}) is not a section", fix=f'write "{section}": {{...}}')
             )
+    params = deepspeed.get("optimizer.params")
+    if params is not None and params != "auto" and not isinstance(params, Mapping):
+        problems.append(Problem(f"optimizer.params = {params!r} ({deepspeed.where('optimizer.params')}) is not a section", fix='write "auto"'))
+    problems += [
+        Problem(f'{key} = "auto" ({deepspeed.where(key)}) is not filled by ds_gpt', "DeepSpeed would get the word", "write a value, or remove it")
+        for key in _autos(deepspeed.values)
+        if key not in _AUTO | _CHECKED and key not in KNOWN_KEYS
+    ]
     for key, remedy in _NOT_DRIVEN.items():
         section_values = deepspeed.get(key)
-        if section_values and section_values != {"enabled": False}:
+        if section_values and not (isinstance(section_values, Mapping) and section_values.get("enabled") is False):
             problems.append(
                 Problem(
                     f"'{key}' ({deepspeed.where(key)}) is a DeepSpeed section that ds_gpt does not drive",
@@ -122,3 +148,12 @@ def _unknown(deepspeed: ConfigFile, section: str, values: Mapping[str, Any], kno
                 )
             )
     return problems
+
+
+def _autos(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted keys whose value is "auto"."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + key

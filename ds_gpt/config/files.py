@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
         if key in seen:
             raise yaml.MarkedYAMLError(problem=f"key '{key}' stands here twice", problem_mark=key_node.start_mark)
         seen.add(key)
@@ -58,10 +60,14 @@ class ConfigFile:
 
     def where(self, key: str) -> str:
         """Where a dotted key was stated, for messages."""
-        if key in self.overridden:
+        parts = key.split(".")
+        if any(".".join(parts[:end]) in self.overridden for end in range(1, len(parts) + 1)):
             return "--set"
-        line = self.lines.get(key)
-        return f"{self.path.name}:{line}" if line else self.path.name
+        if key in self.lines:
+            return f"{self.path.name}:{self.lines[key]}"
+        if any(given.startswith(f"{key}.") for given in self.overridden):
+            return "--set"
+        return self.path.name if self.get(key) is not None else f"the default, {self.path.name} does not state it"
 
     def get(self, key: str) -> Any:
         """Value at a dotted key, or None."""
@@ -96,8 +102,8 @@ def _key_lines(text: str) -> dict[str, int]:
                 walk(value_node, key + ".")
 
     try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError:  # JSON that YAML does not read (tabs): messages then name no line
+        root = yaml.compose(text.replace("\t", " "), Loader=_Loader)  # YAML refuses the tabs that JSON allows
+    except yaml.YAMLError:  # JSON that YAML does not read: messages then name no line
         return {}
     if root is not None:
         walk(root, "")
@@ -137,8 +143,11 @@ def read_deepspeed_json(path: str | Path) -> ConfigFile:
                 raise ConfigError(Problem(f"DeepSpeed config '{path}' has the key '{key}' twice", fix="keep one of them"))
         return dict(pairs)
 
+    def no_constant(name: str) -> float:
+        raise ConfigError(Problem(f"DeepSpeed config '{path}' holds {name}, which is not JSON", fix="write a number"))
+
     try:
-        values = json.loads(text, object_pairs_hook=unique)
+        values = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         raise ConfigError(
             Problem(
@@ -149,19 +158,13 @@ def read_deepspeed_json(path: str | Path) -> ConfigFile:
     return ConfigFile(path, _require_mapping(values, "DeepSpeed config", path), _key_lines(text))
 
 
-def _is_run_key(parts: list[str]) -> bool:
-    """Whether the run YAML has this dotted key."""
-    fields: Any = RunConfig
-    for part in parts:
-        model_fields = getattr(fields, "model_fields", {})
-        if part not in model_fields:
-            return False
-        fields = model_fields[part].annotation
-    return True
+def _is_section_key(parts: list[str], deepspeed_keys: Mapping[str, Collection[str]]) -> bool:
+    """Whether a section that both files have (``optimizer``) has this key in the DeepSpeed JSON: ``optimizer.params.lr``."""
+    return len(parts) > 1 and parts[0] in deepspeed_keys[""] and parts[1] in deepspeed_keys.get(parts[0], ())
 
 
 def apply_overrides(
-    run: ConfigFile, deepspeed: ConfigFile, overrides: Iterable[str], deepspeed_keys: Iterable[str]
+    run: ConfigFile, deepspeed: ConfigFile, overrides: Iterable[str], deepspeed_keys: Mapping[str, Collection[str]]
 ) -> tuple[ConfigFile, ConfigFile]:
     """Lay ``key=value`` over whichever of the two files owns the key; values are read as YAML.
 
@@ -169,7 +172,7 @@ def apply_overrides(
         run: the run YAML.
         deepspeed: the DeepSpeed JSON.
         overrides: ``dotted.key=value`` each.
-        deepspeed_keys: the top-level keys that a DeepSpeed JSON may have.
+        deepspeed_keys: the keys that each section of a DeepSpeed JSON may have; its top level is section "".
 
     Raises:
         ConfigError: for text without ``=``, a value that is not YAML, or a top-level key that neither file has.
@@ -178,7 +181,6 @@ def apply_overrides(
     run_keys: set[str] = set()
     json_keys: set[str] = set()
     problems: list[Problem] = []
-    deepspeed_keys = set(deepspeed_keys)
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -189,14 +191,14 @@ def apply_overrides(
         try:
             value = yaml.load(text, Loader=_Loader)
         except yaml.YAMLError:
-            problems.append(Problem(f"--set {key}: '{text}' is not a YAML value", fix="quote it: --set 'key=\"text\"'"))
+            problems.append(Problem(f"--set {key}: '{text}' is not a YAML value", fix=f"quote it: --set '{key}=\"text\"'"))
             continue
-        if _is_run_key(parts) or (parts[0] in RunConfig.model_fields and parts[0] not in deepspeed_keys):
+        if parts[0] in RunConfig.model_fields and not _is_section_key(parts, deepspeed_keys):
             target, seen = run_values, run_keys
-        elif parts[0] in deepspeed_keys:
+        elif parts[0] in deepspeed_keys[""]:
             target, seen = deepspeed_values, json_keys
         else:
-            known = {*RunConfig.model_fields, *deepspeed_keys}
+            known = {*RunConfig.model_fields, *deepspeed_keys[""]}
             problems.append(Problem(f"--set {key}: neither file has a key '{parts[0]}'", fix=did_you_mean(parts[0], known)))
             continue
         for part in parts[:-1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 # Peak dense matrix throughput, FLOP/s: (bf16 or fp16 tensor cores, fp32 as ds_gpt runs it, that is TF32 where the
 # device has it). Vendor datasheets, without sparsity; SXM parts unless the name says otherwise.
-# Looked up by the first name that the device's own name contains, so longer names come first.
+# Looked up by the first name that the device's own name contains as whole words ("RTX A4000" is no A40), longer names first.
 _PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("A100", 312e12, 156e12),
     ("A800", 312e12, 156e12),
@@ -54,6 +55,6 @@ class Hardware:
 def peak_flops(device_name: str, precision: Precision) -> float | None:
     """Peak matrix throughput of a device in FLOP/s, or None where it is not known (it is never guessed)."""
     for name, half, single in _PEAK_FLOPS:
-        if name in device_name:
+        if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
             return single if precision == "fp32" else half
     return None

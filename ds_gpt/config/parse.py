@@ -21,13 +21,13 @@ def parse_run(run: ConfigFile) -> RunConfig:
         return RunConfig.model_validate(run.values)
     except ValidationError as error:
         # A union (`int or "auto"`) reports one error a branch: say each place once, its reasons together.
-        places: dict[str, list[dict[str, Any]]] = {}
+        places: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for detail in error.errors():
-            places.setdefault(_dotted(detail["loc"]), []).append(detail)
-        raise ConfigError([_problem(run, key, details) for key, details in places.items()]) from None
+            places.setdefault(_parts(detail["loc"]), []).append(detail)
+        raise ConfigError([_problem(run, parts, details) for parts, details in places.items()]) from None
 
 
-def _dotted(loc: tuple[int | str, ...]) -> str:
+def _parts(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     """The key of a pydantic location, without the names of union branches that pydantic appends."""
     parts: list[str] = []
     model: Any = RunConfig
@@ -39,27 +39,36 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
         model = fields[part].annotation
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             break
-    return ".".join(parts)
+    return tuple(parts)
 
 
-def _section(key: str) -> type[BaseModel]:
+def _section(parts: tuple[str, ...]) -> type[BaseModel]:
     model: type[BaseModel] = RunConfig
-    for part in key.split(".")[:-1]:
+    for part in parts[:-1]:
         model = model.model_fields[part].annotation  # type: ignore[assignment]
     return model
 
 
-def _problem(run: ConfigFile, key: str, details: list[dict[str, Any]]) -> Problem:
-    detail = details[0]
+def _problem(run: ConfigFile, parts: tuple[str, ...], details: list[dict[str, Any]]) -> Problem:
+    detail, key = details[0], ".".join(parts)
     where = run.where(key)
     if detail["type"] == "extra_forbidden":
-        return Problem(f"unknown key '{key}' in the run config ({where})", fix=did_you_mean(key.split(".")[-1], _section(key).model_fields))
-    if detail["type"] == "missing":
+        return Problem(f"unknown key '{key}' in the run config ({where})", fix=did_you_mean(parts[-1], _section(parts).model_fields))
+    if detail["type"] == "missing" and run.get(key) is None:
         return Problem(f"'{key}' is missing from the run config ({run.path.name})", fix=f"add it, or --set {key}=...")
-    reasons = " or ".join(dict.fromkeys(d["msg"].removeprefix("Input should be ") for d in details))
+    reasons = " or ".join(dict.fromkeys(_reason(d) for d in details))
     given = run.get(key)
     text = f"{given!r} ({type(given).__name__})" if isinstance(given, str) else repr(given)
-    return Problem(f"{key} = {text} ({where}) should be {reasons}", fix="correct it in the run config, or with --set")
+    return Problem(f"{key} = {text} ({where}) should {reasons}", fix="correct it in the run config, or with --set")
+
+
+def _reason(detail: dict[str, Any]) -> str:
+    """What pydantic wants, as the end of a sentence that begins "should"."""
+    if detail["type"] == "model_type":
+        return "be a section: keys with values"
+    if detail["type"] == "missing":  # in a list, that is
+        return "have more items"
+    return detail["msg"].rpartition(" should ")[2]
 
 
 def shape_problems(model: ModelConfig) -> list[Problem]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,10 @@ class Engine:
                 sums += torch.stack([loss_sum, counted])
         total, tokens = self.ranks.sum(sums)
         return total / tokens
+
+    def save_shards(self, folder: Path) -> None:
+        """Write DeepSpeed's own sharded state into an existing folder; every rank must call it."""
+        self.deepspeed.save_checkpoint(str(folder), tag="shards", save_latest=False)
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks, so that another engine can be built in this process."""

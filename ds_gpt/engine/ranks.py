@@ -82,6 +82,8 @@ class Ranks:
             ConfigError: the rendezvous port is taken.
         """
         _set_up_device(self)
+        # DeepSpeed asks the environment, not the process group; a process started by hand has none of these.
+        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.local_rank), WORLD_SIZE=str(self.world_size))
         deepspeed = import_deepspeed(self.device.type)
         deepspeed.init_distributed(
             dist_backend="nccl" if self.device.type == "cuda" else "gloo",

@@ -1,0 +1,41 @@
+"""``ds-gpt VERB ...``, the same as ``python -m ds_gpt``. Imports nothing heavy until a verb is chosen."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from ds_gpt import __version__
+
+VERBS = {
+    "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
+    "show-config": "print the composed configuration and who owns each number",
+}
+
+
+def usage() -> str:
+    """The text of ``ds-gpt --help``."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()]
+    return "\n".join(
+        ["usage: ds-gpt VERB [options]", "", "Train and scale GPT models with DeepSpeed.", "", "verbs:", *lines, "", "ds-gpt VERB --help explains a verb."]
+    )
+
+
+def main() -> None:
+    """Dispatch to ``ds_gpt.commands``."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--version"]:
+        print(f"ds_gpt {__version__}")
+    elif not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+    elif arguments[0] not in VERBS:
+        print(f"ds-gpt: unknown verb '{arguments[0]}'\n\n{usage()}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        verb = import_module(f"ds_gpt.commands.{arguments[0].replace('-', '_')}")
+        verb.main(arguments[1:], prog=f"ds-gpt {arguments[0]}")
+
+
+if __name__ == "__main__":
+    main()

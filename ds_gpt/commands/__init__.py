@@ -1,0 +1,1 @@
+"""One short wiring file per verb of ``ds-gpt``."""

@@ -1,0 +1,149 @@
+"""A decoder-only transformer: GPT-2's architecture (Radford et al. 2019) and initialization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ds_gpt.config import ModelConfig
+from ds_gpt.model.attention import CausalSelfAttention
+
+INIT_STD = 0.02
+
+RunBlock = Callable[[nn.Module, Tensor], Tensor]
+
+
+def run_block(block: nn.Module, x_BTD: Tensor) -> Tensor:
+    """Call `block`, and nothing else."""
+    return block(x_BTD)
+
+
+class Embedding(nn.Module):
+    """What each token is, plus where it stands. Positions are learned."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """BT to BTD. Raises ValueError where T is more than the positions that were learned."""
+        length, context = tokens_BT.shape[1], self.positions.num_embeddings
+        if length > context:
+            raise ValueError(
+                f"{length} tokens were given to a model with {context} learned positions (model.context): "
+                f"pass at most {context}, or train with a longer context"
+            )
+        # Through the module, not its weight: ZeRO-3 gathers a parameter when the module that owns it is called.
+        positions_TD = self.positions(torch.arange(length, device=tokens_BT.device))
+        return self.dropout(self.tokens(tokens_BT) + positions_TD)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps about a GELU, in the tanh form that GPT-2 was trained with."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.hidden_width)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.down = nn.Linear(config.hidden_width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """BTD to BTD."""
+        h_BTF = self.gelu(self.up(x_BTD))
+        return self.down(h_BTF)
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward; each reads a normalized residual stream and adds to it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = CausalSelfAttention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """BTD to BTD."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Tokens to logits.
+
+    Three seams keep it free of DeepSpeed: `run_block` (activation checkpointing replaces it), `as_layers`
+    (the pipeline reads it), and each attention's `attend` (sequence parallelism replaces it).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        # Two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
+        # an empty tensor under ZeRO-3, which gathers for the module that is called.
+        self.head.weight = self.embedding.tokens.weight
+        self.run_block: RunBlock = run_block
+        self.initialize()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """BT token ids to logits, BTV. Raises ValueError where T is more than `config.context`."""
+        x_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTD = self.run_block(block, x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        return logits_BTV
+
+    def as_layers(self) -> list[nn.Module]:
+        """The modules that `forward` chains, in order: embedding, blocks, final norm, head.
+
+        The first and the last share a parameter, `embedding.tokens.weight`.
+        """
+        return [self.embedding, *self.blocks, self.norm, self.head]
+
+    def initialize(self) -> None:
+        """Draw the weights as GPT-2 does: N(0, 0.02), biases zero.
+
+        The projections that add to the residual stream are narrower by sqrt(2 x layers), the number of additions,
+        so that its variance does not grow with depth. `apply`, because under ZeRO-3's `zero.Init` it is what
+        gathers each module's parameters; walking `named_parameters` would draw into empty tensors.
+        """
+        self.apply(partial(draw, std=INIT_STD))
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
+        for block in self.blocks:
+            block.attention.out.apply(partial(draw, std=residual_std))
+            block.feed_forward.down.apply(partial(draw, std=residual_std))
+
+    @property
+    def save_attention(self) -> bool:
+        """Whether every block keeps the attention maps of its last forward. Turning it off drops them at once."""
+        return any(block.attention.save_attention for block in self.blocks)
+
+    @save_attention.setter
+    def save_attention(self, on: bool) -> None:
+        for block in self.blocks:
+            block.attention.save_attention = on
+            block.attention.attention_maps = None
+
+    @property
+    def attention_maps(self) -> list[Tensor]:
+        """The maps kept by the last forward, BHTS each, one a block; empty unless `save_attention` was on."""
+        return [block.attention.attention_maps for block in self.blocks if block.attention.attention_maps is not None]
+
+
+def draw(module: nn.Module, std: float) -> None:
+    """Weights of a linear map or an embedding from N(0, std), biases zero; other modules stay as they are."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=std)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,64 @@
+"""Validation loss over a fixed set of windows, and a sample of generated text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from ds_gpt.config import ConfigError
+from ds_gpt.config.run import SampleConfig
+from ds_gpt.data import Dataset, evaluation_windows, rank_share
+from ds_gpt.data.loader import Batch, window_batch
+from ds_gpt.engine.engine import Engine
+from ds_gpt.generation.decoding import generate
+from ds_gpt.learning.loss import IGNORE_INDEX
+
+
+class Validation:
+    """The windows that this rank evaluates: the same set over all ranks, whatever their number."""
+
+    def __init__(self, dataset: Dataset, engine: Engine) -> None:
+        run, ranks = engine.composed.run, engine.ranks
+        self._engine = engine
+        self._tokens = dataset.val
+        self._context = run.model.context
+        windows = evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
+        self._windows = rank_share(windows, ranks.rank, ranks.world_size)
+
+    def loss(self) -> float:
+        """Token-weighted mean loss, nats a token; every rank must call it."""
+        return self._engine.evaluate(self._batches())
+
+    def _batches(self) -> Iterator[Batch]:
+        size = self._engine.composed.micro_batch_size
+        for start in range(0, len(self._windows), size):
+            inputs_BT, targets_BT = window_batch(self._tokens, self._windows[start : start + size], self._context, IGNORE_INDEX)
+            yield inputs_BT.to(self._engine.ranks.device), targets_BT.to(self._engine.ranks.device)
+
+
+def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
+    """The prompt, continued by the model; every rank must call it. A prompt that has no tokens is replaced.
+
+    All ranks draw from equal random states, so they generate the same text and stay together under ZeRO-3.
+    """
+    try:
+        prompt = dataset.tokenizer.encode(sample.prompt)
+    except ConfigError:  # the prompt of a recipe may not suit the corpus it was pointed at
+        prompt = np.empty(0)
+    if len(prompt) == 0:
+        prompt = dataset.val[:1]
+    tokens_BT = torch.tensor(np.asarray(prompt, dtype=np.int64), device=engine.ranks.device)[None]
+    generator = torch.Generator(engine.ranks.device).manual_seed(engine.composed.run.seed)
+    with engine.evaluating():
+        tokens_BT = generate(
+            engine.logits,
+            tokens_BT,
+            sample.tokens,
+            context=engine.composed.run.model.context,
+            temperature=sample.temperature,
+            top_k=sample.top_k,
+            generator=generator,
+        )
+    return dataset.tokenizer.decode(tokens_BT[0].tolist())

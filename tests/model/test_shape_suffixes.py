@@ -1,0 +1,102 @@
+"""Names that end in dimensions must not lie: every suffixed local of ds_gpt/model, against its real shape."""
+
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import ds_gpt.model
+from ds_gpt.config import ModelConfig
+from ds_gpt.model.gpt import GPT
+
+# All differ but S, which is T where a sequence attends to itself.
+SIZES = {"B": 2, "T": 5, "S": 5, "D": 12, "H": 3, "K": 4, "F": 7, "V": 11}
+SUFFIX = re.compile(r"_([BTSDHGKFVR]+)$")
+MODEL_FILES = frozenset(str(path) for path in Path(ds_gpt.model.__file__).parent.glob("*.py"))
+
+
+class Suffixes:
+    """What the watched code called its tensors, and where that was wrong."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.wrong: set[str] = set()
+
+    def check(self, frame) -> None:
+        for name, value in frame.f_locals.items():
+            match = SUFFIX.search(name)
+            if match and isinstance(value, torch.Tensor):
+                self.seen.add(name)
+                if tuple(value.shape) != tuple(SIZES[letter] for letter in match[1]):
+                    self.wrong.add(f"{frame.f_code.co_qualname}: {name} is {tuple(value.shape)}")
+
+
+@contextmanager
+def watching(files):
+    """Check the locals of every function in `files` at every line it runs and where it returns."""
+    suffixes = Suffixes()
+
+    def on_line(frame, event, argument):
+        if event in ("line", "return"):
+            suffixes.check(frame)
+        return on_line
+
+    def on_call(frame, event, argument):
+        return on_line if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield suffixes
+    finally:
+        sys.settrace(before)
+
+
+def test_sizes_tell_dimensions_apart():
+    sizes = [size for letter, size in SIZES.items() if letter != "S"]
+    assert len(set(sizes)) == len(sizes) and SIZES["D"] == SIZES["H"] * SIZES["K"]
+
+
+def test_every_suffix_in_the_model_is_right():
+    config = ModelConfig(
+        layers=2, width=SIZES["D"], heads=SIZES["H"], context=9, ffn_width=SIZES["F"], vocab_size=SIZES["V"]
+    )
+    model = GPT(config)
+    model.save_attention = True
+    with watching(MODEL_FILES) as suffixes:
+        model(torch.zeros(SIZES["B"], SIZES["T"], dtype=torch.long))
+    assert suffixes.wrong == set()
+    assert suffixes.seen >= {"tokens_BT", "positions_TD", "x_BTD", "q_BTHK", "q_BHTK", "k_BSHK", "v_BHSK",
+                             "scores_BHTS", "future_TS", "y_BHTK", "h_BTF", "logits_BTV"}  # fmt: skip
+
+
+def wrong_order(x_BTD):
+    return x_BTD.transpose(1, 2)
+
+
+def wrong_for_one_line(x_BTD):
+    x_BTD = x_BTD.sum(dim=0)
+    x_BTD = x_BTD.expand(SIZES["B"], -1, -1)
+    return x_BTD
+
+
+def too_few(x_BT):
+    return x_BT
+
+
+@pytest.mark.parametrize(
+    "function, shape, wrong",
+    [
+        (wrong_order, "BTD", None),
+        (wrong_order, "BDT", "wrong_order: x_BTD is (2, 12, 5)"),
+        (wrong_for_one_line, "BTD", "wrong_for_one_line: x_BTD is (5, 12)"),
+        (too_few, "BTD", "too_few: x_BT is (2, 5, 12)"),
+    ],
+)
+def test_a_wrong_suffix_is_caught(function, shape, wrong):
+    with watching({__file__}) as suffixes:
+        function(torch.zeros([SIZES[letter] for letter in shape]))
+    assert suffixes.wrong == ({wrong} if wrong else set())
