@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> None:
     """
     from dataclasses import replace
 
-    from ds_gpt.config import load
+    from ds_gpt.config import ConfigError, Problem, load
     from ds_gpt.config.parse import with_vocabulary
     from ds_gpt.data import prepare
     from ds_gpt.engine.ranks import Ranks
@@ -63,6 +63,14 @@ def train(options: argparse.Namespace) -> None:
         console = Console(composed.run.training.steps)
         console.summary(composed, str(folder.path), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
     ranks.connect()
+    if ranks.agree(dataset.digest) != dataset.digest:
+        raise ConfigError(
+            Problem(
+                f"rank {ranks.rank} has other tokens for data.corpus = '{composed.run.data.corpus}' than rank 0",
+                "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
+                "give every node the same file",
+            )
+        )
     folder = RunFolder(Path(ranks.agree(str(folder.path) if folder else "")))
     Trainer(composed, dataset, Engine(composed, ranks), folder, console).train()
     ranks.disconnect()

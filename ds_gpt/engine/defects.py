@@ -20,6 +20,13 @@ def allow_fp16_on_cpu() -> None:
         accelerator.is_fp16_supported = lambda: True
 
 
+def silence_bf16_optimizer() -> None:
+    """ZeRO-1 in bf16 with fp32 accumulation prints 15 lines about memory on every rank, whatever the log level."""
+    import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+
+
 def undo_dummy_step(engine: Any) -> None:
     """ZeRO-0 in bf16 allocates its optimizer state by a real step on zero gradients.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.engine.activation_checkpointing import apply_checkpointing
-from ds_gpt.engine.defects import allow_fp16_on_cpu, guard_plain_optimizer, undo_dummy_step
+from ds_gpt.engine.defects import allow_fp16_on_cpu, guard_plain_optimizer, silence_bf16_optimizer, undo_dummy_step
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.learning.loss import cross_entropy_sum
@@ -76,6 +76,7 @@ class Engine:
         self.ranks = ranks
         if composed.precision == "fp16":
             allow_fp16_on_cpu()
+        silence_bf16_optimizer()
         torch.manual_seed(composed.run.seed)  # the same on every rank: they start from the same weights
         with self._partitioned_at_birth():
             self.model = GPT(composed.run.model)

@@ -140,19 +140,23 @@ def _rendezvous(ranks: Ranks) -> str:
     """
     parent = psutil.Process().parent()
     if ranks.world_size == 1:
-        return f"file://{_rendezvous_folder() / f'{os.getpid()}-{psutil.Process().create_time()}'}"
+        return _rendezvous_file(psutil.Process())
     launched_by_deepspeed = parent is not None and any("deepspeed.launcher.launch" in part for part in parent.cmdline())
     if launched_by_deepspeed and ranks.local_world_size == ranks.world_size:
-        return f"file://{_rendezvous_folder() / f'{parent.pid}-{parent.create_time()}'}"
+        return _rendezvous_file(parent)
     if ranks.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _require_free_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return "env://"
 
 
-def _rendezvous_folder() -> Path:
+def _rendezvous_file(process: psutil.Process) -> str:
+    """A URL that no other job has: a process id alone would be met again."""
     folder = Path(tempfile.gettempdir()) / f"ds_gpt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    for file in folder.iterdir():  # left by jobs that were killed
+        if not psutil.pid_exists(int(file.name.partition("-")[0])):
+            file.unlink(missing_ok=True)
+    return f"file://{folder / f'{process.pid}-{process.create_time()}'}"
 
 
 def _require_free_port(address: str, port: int) -> None:

@@ -138,9 +138,10 @@ def mixed_reference(optimizer: str, dtype: torch.dtype) -> Curve:
     return curve
 
 
-# bf16 keeps 8 significant bits and fp16 11: one rounding is 2^-9 = 2e-3 and 2^-12 = 2.4e-4. Losses average many of
-# them; norms do not. A missing 1/ranks or 1/accumulation, or a wrong first Adam step, is far outside.
-MIXED_TOLERANCE = {"bf16": (2e-3, 1.5e-2), "fp16": (3e-4, 3e-3)}
+# (loss, gradient norm). bf16 keeps 8 significant bits and fp16 11: one rounding is 2^-9 = 2e-3 and 2^-12 = 2.4e-4.
+# Losses average many of them, norms fewer. Measured here: (1.9e-4, 5.5e-3) and (5.0e-5, 1.0e-3). A missing 1/ranks
+# or 1/accumulation, or a wrong first Adam step, is far outside.
+MIXED_TOLERANCE = {"bf16": (5e-4, 1e-2), "fp16": (1.5e-4, 3e-3)}
 
 
 def assert_mixed_close(curve: Curve, expected: Curve, precision: str) -> None:
