@@ -1,0 +1,60 @@
+"""A record: what was measured, by which command, on what. One JSON file each; reports are made from these alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ds_gpt.trainer.run_folder import git_commit
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_PACKAGES = ("ds_gpt", "torch", "deepspeed", "numpy")
+
+
+def write(folder: Path, case: str, command: Sequence[str], device: str, seed: int, measured: dict[str, Any]) -> Path:
+    """Write a record and return its path.
+
+    Args:
+        folder: where records are kept.
+        case: name of the case; also of the file.
+        command: what repeats the measurement, run from the repository's root.
+        device: what it ran on.
+        seed: the run's seed.
+        measured: the numbers, with units in their names.
+    """
+    record = {
+        "case": case,
+        "command": shlex.join(command),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git_commit": git_commit(),
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+        "device": device,
+        "host": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))},
+        "seed": seed,
+        "measured": measured,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{case}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def read_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """All records of a folder, by case."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return {record["case"]: record for record in records}
+
+
+def cpu_name() -> str:
+    """Model name of the CPU, as Linux gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
