@@ -17,13 +17,13 @@ from pathlib import Path
 from benchmarks.records import REPOSITORY, write
 
 SEED = 1337
-_WARMUP_STEPS, _STEPS = 20, 120
-_SETTINGS = (f"training.steps={_STEPS}", f"logging.every={_WARMUP_STEPS}", f"evaluation.every={_STEPS}", "sample.tokens=0", f"seed={SEED}")
+_WARMUP_STEPS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--rounds``."""
+    """``--rounds`` and ``--steps``."""
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
+    parser.add_argument("--steps", type=int, default=100, help=f"steps timed in each turn, a multiple of {_WARMUP_STEPS} (default: 100)")
 
 
 def measure(options: argparse.Namespace) -> Path:
@@ -33,34 +33,37 @@ def measure(options: argparse.Namespace) -> Path:
         # Who goes first changes, so that a machine that slows down while it warms up favours neither.
         pair = [(trainer, _trainer_tokens_per_s), (bare, _bare_tokens_per_s)]
         for results, run in pair if turn % 2 == 0 else reversed(pair):
-            results.append(run())
+            results.append(run(options.steps))
         print(f"turn {turn + 1} of {options.rounds}: trainer {trainer[-1]:,.0f}, bare loop {bare[-1]:,.0f} tokens/s, ratio {trainer[-1] / bare[-1]:.3f}")
     measured = {
         "ratio_of_medians": statistics.median(trainer) / statistics.median(bare),
         "trainer_tokens_per_s": trainer,
         "bare_tokens_per_s": bare,
-        "steps_timed": _STEPS - _WARMUP_STEPS,
+        "steps_timed": options.steps,
     }
-    return write(options.records, "overhead", ["python", "-m", "benchmarks", "overhead", "--rounds", str(options.rounds)], "CPU", SEED, measured)
+    command = ["python", "-m", "benchmarks", "overhead", "--rounds", str(options.rounds), "--steps", str(options.steps)]
+    return write(options.records, "overhead", command, "CPU", SEED, measured)
 
 
-def _settings() -> list[str]:
-    return [argument for setting in _SETTINGS for argument in ("--set", setting)]
+def _settings(steps: int) -> list[str]:
+    total = _WARMUP_STEPS + steps
+    settings = (f"training.steps={total}", f"logging.every={_WARMUP_STEPS}", f"evaluation.every={total}", "sample.tokens=0", f"seed={SEED}")
+    return [argument for setting in settings for argument in ("--set", setting)]
 
 
-def _trainer_tokens_per_s() -> float:
+def _trainer_tokens_per_s(steps: int) -> float:
     """Tokens a second of ``ds_gpt/train.py``, all its logging included, after the warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "ds_gpt/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--run-dir", str(run), *_settings()]
+        command = [sys.executable, "ds_gpt/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--run-dir", str(run), *_settings(steps)]
         subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["step"] > _WARMUP_STEPS]
-    tokens = timed[-1]["tokens"] * (_STEPS - _WARMUP_STEPS) / _STEPS
+    tokens = timed[-1]["tokens"] * steps / (_WARMUP_STEPS + steps)
     return tokens / sum(line["step_s"] * _WARMUP_STEPS for line in timed)
 
 
-def _bare_tokens_per_s() -> float:
+def _bare_tokens_per_s(steps: int) -> float:
     """Tokens a second of ``benchmarks.bare_loop``."""
-    command = [sys.executable, "-m", "benchmarks.bare_loop", "--warmup-steps", str(_WARMUP_STEPS), *_settings()]
+    command = [sys.executable, "-m", "benchmarks.bare_loop", "--warmup-steps", str(_WARMUP_STEPS), *_settings(steps)]
     return float(subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True).stdout)

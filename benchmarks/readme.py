@@ -1,7 +1,8 @@
-"""Bring the README's tables up to date with the records."""
+"""Bring the README's tables up to date with the records and the code."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from benchmarks.records import REPOSITORY, read_all
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
-_MARKED = re.compile(r"(<!-- records -->\n).*?(<!-- /records -->)", re.DOTALL)
+PACKAGES = ("config", "model", "data", "learning", "generation", "engine", "checkpoint", "trainer", "commands")
 
 
 def table(records_folder: Path = RECORDS) -> str:
@@ -29,9 +30,20 @@ def table(records_folder: Path = RECORDS) -> str:
     return "\n".join(lines) + "\n"
 
 
+def code_map() -> str:
+    """The packages with the first sentence of their docstrings, as a Markdown table."""
+    lines = ["| package | |", "|---|---|"]
+    for package in PACKAGES:
+        docstring = ast.get_docstring(ast.parse((REPOSITORY / "ds_gpt" / package / "__init__.py").read_text())) or ""
+        lines.append(f"| `ds_gpt/{package}` | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
+    return "\n".join(lines) + "\n"
+
+
 def filled(text: str, records_folder: Path = RECORDS) -> str:
-    """README text with the table between its markers renewed."""
-    return _MARKED.sub(lambda marks: marks[1] + table(records_folder) + marks[2], text)
+    """README text with what stands between its markers renewed."""
+    for name, content in (("records", table(records_folder)), ("map", code_map())):
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
+    return text
 
 
 def update() -> None:

@@ -1,0 +1,98 @@
+"""The README keeps its word: every command in it runs, its tables are the records', its map is the code's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+SET_UP, RUN_TESTS = COMMANDS[:2]
+
+_SMALL = "training.steps=4 evaluation.sequences=4 sample.tokens=4 model.layers=2 model.width=32 model.heads=2 model.context=16 data.corpus=python_docs model.vocab_size=auto"
+
+
+def _small_run(command: str, folder: Path) -> list[str]:
+    """A training command of the README, on a model that takes seconds."""
+    settings = [argument for setting in _SMALL.split() for argument in ("--set", setting)]
+    return [*shlex.split(command), "--run-dir", str(folder / "run"), *settings]
+
+
+def _run(command: list[str], deadline_s: float) -> str:
+    """Run a command of the README from the repository's root; its processes are ended at the deadline."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    return output
+
+
+def test_ci_does_what_the_readme_says() -> None:
+    ci = (REPOSITORY / ".ci" / "run").read_text()
+    set_up, train = SET_UP.rsplit(" && ", 1)
+    assert set_up in ci.splitlines()
+    assert train == "deepspeed --num_gpus 2 ds_gpt/train.py"
+    activate, run_tests = RUN_TESTS.split(" && ")
+    assert activate in set_up
+    assert run_tests in ci.splitlines()
+
+
+TRAINING = [SET_UP.rsplit(" && ", 1)[1], *(command for command in COMMANDS[2:] if "ds_gpt/train.py" in command)]
+OTHERS = [command for command in COMMANDS[2:] if command not in TRAINING]
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_run(command: str, tmp_path: Path) -> None:
+    output = _run(_small_run(command, tmp_path), deadline_s=240)
+    assert "sample:" in output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 4 and lines[-1]["val_loss"] < 6
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_0000004"
+
+
+@pytest.mark.parametrize("command", [command for command in OTHERS if "benchmarks" not in command])
+def test_other_commands_run(command: str) -> None:
+    assert _run(shlex.split(command), deadline_s=60).strip()
+
+
+def test_benchmark_commands_run(tmp_path: Path) -> None:
+    commands = [command for command in OTHERS if "benchmarks" in command]
+    quick = {"overhead": "--rounds 1 --steps 20", "convergence": "--steps 20 --corpus python_docs"}
+    assert {command.split()[-1] for command in commands} == set(quick)
+    for command in commands:
+        case = command.split()[-1]
+        _run(shlex.split(f"{command} {quick[case]} --records {tmp_path}"), deadline_s=240)
+        assert json.loads((tmp_path / f"{case}.json").read_text())["measured"]
+
+
+def test_tables_and_map_are_up_to_date() -> None:
+    from benchmarks.readme import PACKAGES, filled
+
+    assert filled(README) == README, "run: python -m benchmarks readme"
+    assert set(PACKAGES) == {path.parent.name for path in (REPOSITORY / "ds_gpt").glob("*/__init__.py")}
+
+
+def test_every_shipped_config_is_named_in_the_readme() -> None:
+    for recipe in (REPOSITORY / "ds_configs" / "runs").glob("*.yaml"):
+        assert f"`{recipe.name}`" in README
+
+
+def test_every_record_tells_how_to_repeat_it() -> None:
+    for path in (REPOSITORY / "benchmarks" / "records").glob("*.json"):
+        record = json.loads(path.read_text())
+        assert record["command"].startswith("python -m benchmarks") and record["versions"] and record["measured"], path
