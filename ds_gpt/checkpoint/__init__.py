@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written whole or not at all, and found again."""
+"""Checkpoints of a run: written whole or not at all, checked when read, and resumed at any world size and ZeRO stage."""

@@ -1,65 +1,174 @@
-"""A checkpoint is a folder that appears complete: it is written under a temporary name, synced, then renamed."""
+"""The folders that checkpoints lie in. A folder that bears its final name is complete.
+
+``step_0001000/`` holds one file a rank, ``run_state.json``, and ``manifest.json`` with the size and checksum of every
+other file. It is written under a temporary name, synced and renamed; ``latest`` is moved last, and atomically.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from ds_gpt.engine.engine import Engine
+from ds_gpt.checkpoint.shards import FileRecord, record, sync
 
-_LATEST = "latest"
-_STATE = "run_state.json"
+LATEST = "latest"
+STATE = "run_state.json"
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"^step_(\d{7,})$")
 
 
-@dataclass(frozen=True)
-class RunState:
-    """What a run is, besides weights and optimizer: the sampler and all dropout follow from the step.
+def checkpoint_name(step: int) -> str:
+    """Folder name of the checkpoint after `step` optimizer steps."""
+    return f"step_{step:07d}"
 
-    Attributes:
+
+def step_of(checkpoint: Path) -> int:
+    """Inverse of `checkpoint_name`."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Checkpoint folders that were renamed into place, newest first."""
+    found = [path for path in checkpoints.glob("step_*") if _NAME.match(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def prepare_partial(checkpoints: Path, step: int) -> Path:
+    """An empty folder under a temporary name. What an earlier process left half written is removed."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for leftover in (*checkpoints.glob(".*.partial"), *checkpoints.glob(".*.deleted")):
+        remove(leftover)
+    partial = partial_of(checkpoints, step)
+    partial.mkdir()
+    return partial
+
+
+def partial_of(checkpoints: Path, step: int) -> Path:
+    """The temporary name of a checkpoint folder."""
+    return checkpoints / f".{checkpoint_name(step)}.partial"
+
+
+def commit(partial: Path, step: int, state: dict[str, Any], records: Iterable[FileRecord]) -> Path:
+    """Complete a partial folder and give it its final name; then move ``latest``.
+
+    Args:
+        partial: holds every rank's file, synced.
         step: optimizer steps completed.
-        tokens: tokens trained on.
+        state: content of ``run_state.json``.
+        records: the ranks' files.
     """
-
-    step: int = 0
-    tokens: int = 0
-
-
-def save(engine: Engine, checkpoints: Path, state: RunState) -> Path:
-    """Write ``checkpoints/step_0001000``; every rank must call it.
-
-    ``latest`` is moved last, and atomically: DeepSpeed itself writes it while other ranks are still writing shards.
-    Whatever happens before the rename leaves the previous checkpoint untouched.
-    """
-    final = checkpoints / f"step_{state.step:07d}"
-    partial = final.with_name(f".{final.name}.partial")
-    if engine.ranks.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    engine.ranks.barrier()
-    engine.save_shards(partial)
-    engine.ranks.barrier()
-    if engine.ranks.is_first:
-        (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
-        for path in partial.rglob("*"):
-            _sync(path)
-        shutil.rmtree(final, ignore_errors=True)  # the same step, saved before a rollback or by an interrupted run
-        os.rename(partial, final)
-        _sync(checkpoints)
-        pointer = checkpoints / f".{_LATEST}.partial"
-        pointer.write_text(final.name + "\n")
-        _sync(pointer)
-        os.replace(pointer, checkpoints / _LATEST)
-        _sync(checkpoints)
-    engine.ranks.barrier()
+    checkpoints, final = partial.parent, partial.with_name(checkpoint_name(step))
+    _write_json(partial / STATE, state)
+    files = [*records, record(partial / STATE)]
+    _write_json(partial / MANIFEST, {"files": [asdict(file) for file in files]})
+    sync(partial)
+    if final.exists():  # the same step, saved before a rollback
+        retire(final)
+    os.rename(partial, final)
+    sync(checkpoints)
+    _point_latest_at(final)
     return final
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _point_latest_at(checkpoint: Path) -> None:
+    checkpoints = checkpoint.parent
+    pointer = checkpoints / f".{LATEST}.partial"
+    pointer.write_text(checkpoint.name + "\n")
+    sync(pointer)
+    os.replace(pointer, checkpoints / LATEST)
+    sync(checkpoints)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, existing or not."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def retire(checkpoint: Path) -> None:
+    """Remove a checkpoint so that no half of it can be taken for one."""
+    deleted = checkpoint.with_name(f".{checkpoint.name}.deleted")
+    remove(deleted)
+    os.rename(checkpoint, deleted)
+    remove(deleted)
+
+
+def retire_after(checkpoints: Path, step: int) -> None:
+    """Remove the checkpoints of later steps than `step`, newest first, and point ``latest`` at what is left."""
+    for path in complete(checkpoints):
+        if step_of(path) > step:
+            retire(path)
+    left = complete(checkpoints)
+    if left:
+        _point_latest_at(left[0])
+    else:
+        (checkpoints / LATEST).unlink(missing_ok=True)
+
+
+def apply_retention(checkpoints: Path, keep_last: int | None, keep_every: int | None, keep_best: bool) -> list[int]:
+    """Remove what need not be kept, and return the steps removed.
+
+    Kept are the newest `keep_last` (None: all), those of every `keep_every`-th step, and the one with the lowest
+    validation loss.
+    """
+    found = complete(checkpoints)
+    if keep_last is None:
+        return []
+    kept = set(found[:keep_last])
+    if keep_every:
+        kept |= {path for path in found if step_of(path) % keep_every == 0}
+    if keep_best:
+        losses = {path: loss for path in found if (loss := read_state(path).get("val_loss")) is not None}
+        if losses:
+            kept.add(min(losses, key=lambda path: losses[path]))
+    removed = [path for path in found if path not in kept]
+    for path in removed:
+        retire(path)
+    return [step_of(path) for path in removed]
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Content of ``run_state.json``; empty where it cannot be read."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return json.loads((checkpoint / STATE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def damage(checkpoint: Path, mine: Callable[[int], bool] = lambda index: True) -> str | None:
+    """What is wrong with a checkpoint, naming the file, or None where it is intact.
+
+    Args:
+        checkpoint: the folder.
+        mine: which files of the manifest to read, by index: ranks share the work.
+    """
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = [FileRecord(**entry) for entry in manifest["files"]]
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    for index, expected in enumerate(files):
+        path = checkpoint / expected.name
+        if not path.is_file():
+            return f"{expected.name} is missing"
+        size_bytes = path.stat().st_size
+        if size_bytes != expected.size_bytes:
+            return f"{expected.name} has {size_bytes} bytes, not {expected.size_bytes}"
+        if mine(index) and record(path).sha256 != expected.sha256:
+            return f"{expected.name} was altered: its checksum is another"
+    return None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    sync(path)

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import NoReturn
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises ConfigError, so that a mistyped option is told once and not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        from ds_gpt.config import ConfigError, Problem
+
+        raise ConfigError(Problem(message, fix=" ".join(self.format_usage().split())))
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ def run_or_fail(function: Callable[[], None]) -> None:
     except ConfigError as error:
         _fail(f"\nds_gpt: {'these need' if len(error.problems) > 1 else 'this needs'} your attention\n\n{error}\n")
     except KeyboardInterrupt:
-        sys.exit(130)
+        os._exit(130)
     except Exception:
         _fail(traceback.format_exc())
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_gpt.commands.arguments import add_config_arguments
+from ds_gpt.commands.arguments import Parser, add_config_arguments
 from ds_gpt.commands.failure import run_or_fail
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and print; ends the process with status 1 on an error."""
-    parser = argparse.ArgumentParser(prog=prog, description="Print the composed configuration and who owns each number.", allow_abbrev=False)
+    parser = Parser(prog=prog, description="Print the composed configuration and who owns each number.", allow_abbrev=False)
     add_config_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compose for this kind of device (default: cpu)")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument("--json", action="store_true", help="print only the dictionary that DeepSpeed gets")
-    options = parser.parse_args(arguments)
-    run_or_fail(lambda: show(options))
+
+    def parse_and_show() -> None:
+        try:
+            show(parser.parse_args(arguments))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the reader, say `head`, has what it wanted; an ordinary exit would flush once more
+
+    run_or_fail(parse_and_show)
 
 
 def show(options: argparse.Namespace) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_gpt.commands.arguments import add_config_arguments
+from ds_gpt.commands.arguments import Parser, add_config_arguments
 from ds_gpt.commands.failure import run_or_fail
 
 if TYPE_CHECKING:
@@ -17,18 +18,25 @@ if TYPE_CHECKING:
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line of training."""
-    result = argparse.ArgumentParser(prog=prog, description="Train a GPT through DeepSpeed.", allow_abbrev=False)
+    result = Parser(prog=prog, description="Train a GPT through DeepSpeed.", allow_abbrev=False)
     add_config_arguments(result)
     result.add_argument("--run-dir", metavar="DIR", help="folder of the run (default: runs/NAME, or NAME-2, ... if taken)")
+    result.add_argument(
+        "--resume", metavar="PATH", nargs="?", const="auto",
+        help="go on with a run (its folder; alone: the newest run of this name), or start a new one from a checkpoint folder",
+    )  # fmt: skip
     result.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # from the deepspeed launcher
     result.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # the flag other DeepSpeed scripts take
     return result
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and train; ends the process with status 1 on an error."""
-    options = parser(prog).parse_args(arguments)
-    run_or_fail(lambda: train(options))
+    """Parse the command line and train; ends the process, with status 1 on an error."""
+    run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
+    # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
+    # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -43,36 +51,48 @@ def train(options: argparse.Namespace) -> None:
     from ds_gpt.config.parse import with_vocabulary
     from ds_gpt.data import prepare
     from ds_gpt.engine.ranks import Ranks
-    from ds_gpt.trainer.run_folder import RunFolder
+    from ds_gpt.trainer.start import check_start
 
     ranks = Ranks.from_environment()
     composed = load(options.config, options.deepspeed_config, ranks.hardware(), options.overrides)
     dataset = prepare(composed.run.data, composed.run.seed)
     composed = replace(composed, run=with_vocabulary(composed.run, dataset.tokenizer.vocab_size))
     check_lengths(composed, dataset)
-    folder = RunFolder.new(composed.run.name, options.run_dir) if ranks.is_first else None
+    if ranks.is_first:
+        check_start(options.run_dir, options.resume, composed.run.name)
 
+    from ds_gpt.checkpoint.run_state import RunState
     from ds_gpt.engine.engine import Engine, check_deepspeed_config
     from ds_gpt.trainer.console import Console
     from ds_gpt.trainer.loop import Trainer
+    from ds_gpt.trainer.run_folder import RunFolder
+    from ds_gpt.trainer.start import find_checkpoint, make_start
 
     check_deepspeed_config(composed)
-    console = None
-    if folder is not None:
-        folder.create(composed, dataset.tokenizer, dataset.digest)
+    start, console = None, None
+    if ranks.is_first:
+        start = make_start(options.run_dir, options.resume, composed, dataset)
         console = Console(composed.run.training.steps)
-        console.summary(composed, str(folder.path), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
+        console.summary(composed, str(start.folder), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
     ranks.connect()
-    if ranks.agree(dataset.digest) != dataset.digest:
+    differs = ranks.agree(dataset.digest) != dataset.digest
+    (differing,) = ranks.sum([float(differs)])  # so that all ranks fail alike, where one alone would leave the others waiting
+    if differing:
         raise ConfigError(
             Problem(
-                f"rank {ranks.rank} has other tokens for data.corpus = '{composed.run.data.corpus}' than rank 0",
+                f"data.corpus = '{composed.run.data.corpus}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
                 "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
                 "give every node the same file",
             )
         )
-    folder = RunFolder(Path(ranks.agree(str(folder.path) if folder else "")))
-    Trainer(composed, dataset, Engine(composed, ranks), folder, console).train()
+    start = ranks.agree(start)
+    checkpoint = find_checkpoint(start, composed, dataset, ranks, console.say if console else lambda text: None)
+    folder = RunFolder(start.folder)
+    trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
+    state = trainer.resume(checkpoint) if checkpoint else RunState()
+    if start.continues and ranks.is_first:
+        folder.continue_from(state.step, composed, dataset.digest)
+    trainer.train(state)
     ranks.disconnect()
 
 

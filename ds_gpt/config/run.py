@@ -122,9 +122,28 @@ class SampleConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    """When to save. A run always saves when it ends or is interrupted."""
+    """When to save and what to keep. A run always saves when it ends or is interrupted."""
 
     every: PositiveInt | None = None
+    keep_last: PositiveInt | None = 3  # None: all
+    keep_every: PositiveInt | None = None  # also keep those of every such step
+    keep_best: bool = True  # also keep the one with the lowest validation loss
+    background: bool = False  # write while training goes on; needs host memory for this rank's share of the state
+    on_failure: Literal["stop", "continue"] = "stop"  # where a save fails, the disk being full
+
+
+class HealthConfig(Section):
+    """What counts as a sick run, and what is done about it. The fixed limits are in ``trainer/health.py``."""
+
+    enabled: bool = True
+    window: Annotated[int, Field(ge=16)] = 64  # steps of which the median and MAD are taken; fewer are noise themselves
+    spike_mads: PositiveFloat = 6.0  # above the median, in MADs scaled to standard deviations; Gaussian noise never gets there
+    patience: PositiveInt = 3  # steps in a row that confirm: a single bad batch is clipped and forgotten, a bad weight stays
+    action: Literal["rollback", "warn", "stop"] = "rollback"  # on a confirmed spike, a divergence, or NaN
+    max_rollbacks: NonNegativeInt = 3  # then the run stops: what comes back so often is no accident of the data
+    lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5  # on the learning rate after a rollback
+    lr_factor_steps: PositiveInt = 100  # how long
+    hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long: every rank writes its stacks, and the run ends
 
 
 class LoggingConfig(Section):
@@ -150,6 +169,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     sample: SampleConfig = SampleConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
+    health: HealthConfig = HealthConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @property

@@ -64,6 +64,8 @@ def _deepspeeds_own(composed: Composed) -> Any:
     deepspeed.checkpointing.configure(None, deepspeed_config=composed.deepspeed, num_checkpoints=number)
 
     def run_block(block: nn.Module, x_BTD: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # it would keep the input all the same, in buffers that only a backward pass empties
+            return block(x_BTD)
         return deepspeed.checkpointing.checkpoint(block, x_BTD)
 
     return run_block

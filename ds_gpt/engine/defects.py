@@ -61,3 +61,29 @@ def guard_plain_optimizer(engine: Any) -> None:
 
     optimizer.step = step
     engine.clip_fp32_gradients = lambda: None  # clipped above
+
+
+def update_loss_scale_last(engine: Any) -> None:
+    """fp16 doubles its loss scale before it divides the gradients by it, though they were made with the old one.
+
+    So one step in every ``fp16.loss_scale_window`` moves half as far and clips at twice the norm, and ZeRO-3 reports
+    half the norm. The update is put off until the step is done.
+    """
+    if not engine.fp16_enabled():
+        return
+    optimizer = engine.optimizer
+    take_step, update_scale = optimizer.step, optimizer._update_scale
+
+    def step() -> None:
+        take_step()
+        update_scale(optimizer.overflow)
+
+    optimizer.step = step
+    optimizer._update_scale = lambda overflow: None
+
+
+def restore_linear() -> None:
+    """ZeRO-3 replaces ``torch.nn.functional.linear`` and leaves it so, for the engines of other stages that follow."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced
+
+    torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)

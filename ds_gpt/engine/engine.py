@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,25 @@ from torch import Tensor
 
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.engine.activation_checkpointing import apply_checkpointing
-from ds_gpt.engine.defects import allow_fp16_on_cpu, guard_plain_optimizer, silence_bf16_optimizer, undo_dummy_step
+from ds_gpt.engine.defects import (
+    allow_fp16_on_cpu,
+    guard_plain_optimizer,
+    restore_linear,
+    silence_bf16_optimizer,
+    undo_dummy_step,
+    update_loss_scale_last,
+)
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.engine.state import (
+    Piece,
+    ReadState,
+    load_loss_scaler_state,
+    load_pieces,
+    loss_scaler_state,
+    optimizer_steps,
+    pieces,
+)
 from ds_gpt.learning.loss import cross_entropy_sum
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT
@@ -89,6 +104,7 @@ class Engine:
         )[0]
         undo_dummy_step(self.deepspeed)
         guard_plain_optimizer(self.deepspeed)
+        update_loss_scale_last(self.deepspeed)
 
     def _partitioned_at_birth(self) -> contextlib.AbstractContextManager[Any]:
         """Under ZeRO-3 a parameter is split among the ranks as it is made, so no rank ever holds the whole model."""
@@ -128,7 +144,7 @@ class Engine:
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss summed over the counted tokens, and how many those are."""
-        smoothing = self.composed.run.loss.label_smoothing if self.deepspeed.training else 0.0
+        smoothing = self.composed.run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
         return cross_entropy_sum(self.deepspeed(inputs_BT), targets_BT, label_smoothing=smoothing)
 
     def _grad_norm(self) -> float:
@@ -162,13 +178,34 @@ class Engine:
         total, tokens = self.ranks.sum(sums)
         return total / tokens
 
-    def save_shards(self, folder: Path) -> None:
-        """Write DeepSpeed's own sharded state into an existing folder; every rank must call it."""
-        self.deepspeed.save_checkpoint(str(folder), tag="shards", save_latest=False)
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank keeps of the training state."""
+        return pieces(self.deepspeed)
+
+    def state_facts(self) -> dict[str, Any]:
+        """The training state's few numbers that belong to no parameter."""
+        scaler = loss_scaler_state(self.deepspeed) if self.composed.precision == "fp16" else {}
+        return {"optimizer_steps": optimizer_steps(self.deepspeed), "loss_scaler": scaler}
+
+    def load(self, read: ReadState, facts: dict[str, Any]) -> list[str]:
+        """Take over a saved training state, whatever ZeRO stage and world size it is from; every rank must call it.
+
+        Args:
+            read: gives the elements of a parameter's master or moment.
+            facts: what `state_facts` gave.
+
+        Returns:
+            Kinds of optimizer state that were not saved and start at zero.
+        """
+        absent = load_pieces(self.deepspeed, read, facts["optimizer_steps"])
+        if self.composed.precision == "fp16":
+            load_loss_scaler_state(self.deepspeed, facts["loss_scaler"])
+        return absent
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks, so that another engine can be built in this process."""
+        """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        restore_linear()
 
 
 def _seed(seed: int, step: int, rank: int) -> None:

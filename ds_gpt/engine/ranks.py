@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -92,7 +93,7 @@ class Ranks:
             init_method=init_method or _rendezvous(self),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 10))),
+            timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 30))),
         )
 
     def disconnect(self) -> None:
@@ -111,8 +112,16 @@ class Ranks:
         """Wait until every rank is here."""
         self.sum([0.0])
 
-    def agree(self, value: str) -> str:
-        """Rank 0's text, on every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in rank order, on every rank; every rank must call it."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's picklable value, on every rank; every rank must call it."""
         box = [value]
         if self.world_size > 1:
             torch.distributed.broadcast_object_list(box, src=0, device=self.device)
@@ -145,7 +154,7 @@ def _rendezvous(ranks: Ranks) -> str:
     if launched_by_deepspeed and ranks.local_world_size == ranks.world_size:
         return _rendezvous_file(parent)
     if ranks.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _require_free_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        _require_free_port(int(os.environ["MASTER_PORT"]))
     return "env://"
 
 
@@ -159,15 +168,15 @@ def _rendezvous_file(process: psutil.Process) -> str:
     return f"file://{folder / f'{process.pid}-{process.create_time()}'}"
 
 
-def _require_free_port(address: str, port: int) -> None:
+def _require_free_port(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((address, port))
+            probe.bind(("", port))  # as the rendezvous does: MASTER_ADDR may be a name that leads here from outside only
         except OSError as error:
             raise ConfigError(
                 Problem(
-                    f"the rendezvous port {address}:{port} cannot be opened: {error.strerror}",
+                    f"the rendezvous port {port} cannot be opened: {error.strerror}",
                     "the ranks meet there; another run probably holds it",
                     "launch with another --master_port",
                 )

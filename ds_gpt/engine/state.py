@@ -171,12 +171,12 @@ _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def loss_scaler_state(deepspeed_engine: Any) -> dict[str, float]:
-    """What the dynamic loss scaler of fp16 remembers; empty in other precisions."""
-    scaler = getattr(deepspeed_engine.optimizer, "loss_scaler", None)
-    return {key: getattr(scaler, key) for key in _LOSS_SCALER if hasattr(scaler, key)} if scaler else {}
+    """What the dynamic loss scaler of fp16 remembers."""
+    scaler = deepspeed_engine.optimizer.loss_scaler
+    return {key: getattr(scaler, key) for key in _LOSS_SCALER if hasattr(scaler, key)}
 
 
 def load_loss_scaler_state(deepspeed_engine: Any, saved: dict[str, float]) -> None:
-    """Give the loss scaler back what it remembered; what this precision has no use for is left out."""
-    for key in loss_scaler_state(deepspeed_engine).keys() & saved.keys():
-        setattr(deepspeed_engine.optimizer.loss_scaler, key, saved[key])
+    """Give the loss scaler of fp16 back what it remembered."""
+    for key, value in saved.items():
+        setattr(deepspeed_engine.optimizer.loss_scaler, key, value)

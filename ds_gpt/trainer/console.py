@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from ds_gpt.config import Composed
 from ds_gpt.model.counts import parameters
@@ -47,14 +48,18 @@ class Console:
     def start(self, step: int) -> None:
         """Begin to show progress at `step` steps done."""
         self._first = (step, time.monotonic())
-        if self._console.is_terminal:
+        if self._console.is_interactive:
+            # The status gets what the others leave: 40 of a terminal's 80 columns, and is cut there.
+            status = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             columns = (
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24 if self._console.width >= 130 else 8),
+                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[status]}", table_column=status),
             )  # fmt: skip
-            self._progress = Progress(*columns, console=self._console)
+            self._progress = Progress(*columns, console=self._console, expand=True)
             self._task = self._progress.add_task("train", total=self._total_steps, completed=step, status="")
             self._progress.start()
+            # A rank that is ended at once (a second Ctrl-C) cannot bring a hidden cursor back.
+            self._console.show_cursor(True)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step` steps done."""
@@ -63,12 +68,10 @@ class Console:
 
     def write(self, metrics: Metrics) -> None:
         """Show the metrics of a step."""
-        status = (
-            f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad norm {metrics['grad_norm']:.2f}  "
-            f"{metrics['tokens_per_s']:,.0f} tokens/s"
-        )
+        status = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
             status += f"  MFU {metrics['mfu']:.1%}"
+        status += f"  grad norm {metrics['grad_norm']:.2f}  lr {metrics['lr']:.2e}"
         validation = ""
         if "val_loss" in metrics:
             validation = f"  validation loss {metrics['val_loss']:.4f} (perplexity {perplexity(metrics['val_loss']):.2f})"
@@ -87,7 +90,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        (self._progress.console if self._progress else self._console).print(text, markup=False, soft_wrap=True)
+        (self._progress.console if self._progress else self._console).print(text, markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the bar."""

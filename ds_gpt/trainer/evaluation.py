@@ -15,6 +15,8 @@ from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
 from ds_gpt.learning.loss import IGNORE_INDEX
 
+_PROBE_SEQUENCES = 16
+
 
 class Validation:
     """The windows that this rank evaluates: the same set over all ranks, whatever their number."""
@@ -26,15 +28,21 @@ class Validation:
         self._context = run.model.context
         windows = evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
         self._windows = rank_share(windows, ranks.rank, ranks.world_size)
+        probe = evaluation_windows(len(dataset.val), run.model.context, _PROBE_SEQUENCES)
+        self._probe = rank_share(probe, ranks.rank, ranks.world_size)
 
     def loss(self) -> float:
         """Token-weighted mean loss, nats a token; every rank must call it."""
-        return self._engine.evaluate(self._batches())
+        return self._engine.evaluate(self._batches(self._windows))
 
-    def _batches(self) -> Iterator[Batch]:
+    def probe_loss(self) -> float:
+        """The same over a few windows that do not depend on the run's settings, to know a model again by."""
+        return self._engine.evaluate(self._batches(self._probe))
+
+    def _batches(self, windows: np.ndarray) -> Iterator[Batch]:
         size = self._engine.composed.micro_batch_size
-        for start in range(0, len(self._windows), size):
-            inputs_BT, targets_BT = window_batch(self._tokens, self._windows[start : start + size], self._context, IGNORE_INDEX)
+        for start in range(0, len(windows), size):
+            inputs_BT, targets_BT = window_batch(self._tokens, windows[start : start + size], self._context, IGNORE_INDEX)
             yield inputs_BT.to(self._engine.ranks.device), targets_BT.to(self._engine.ranks.device)
 
 

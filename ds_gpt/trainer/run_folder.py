@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -12,10 +15,11 @@ from typing import Any
 
 import yaml
 
+from ds_gpt import __version__
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.data import Tokenizer
 
-_PACKAGES = ("ds_gpt", "torch", "deepspeed", "numpy")
+_PACKAGES = ("torch", "deepspeed", "numpy")
 
 
 class RunFolder:
@@ -24,58 +28,107 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.sample = path / "sample.txt"
 
     @classmethod
-    def new(cls, name: str, run_dir: str | None) -> RunFolder:
-        """A folder that no other run has used; nothing is ever overwritten. Not yet created.
+    def create(cls, run_dir: str | None, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> RunFolder:
+        """Make a folder that no other run has, not even one that starts right now, and write down what is about to be run.
 
         Args:
-            name: the run's name, which becomes ``runs/NAME``, ``runs/NAME-2``, ...
-            run_dir: the folder itself, where the user chose it.
-
-        Raises:
-            ConfigError: ``run_dir`` is not empty.
-        """
-        if run_dir is not None:
-            path = Path(run_dir)
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise ConfigError(
-                    Problem(f"--run-dir '{path}' is not empty", "a run never overwrites another", "give another folder, or move that one")
-                )
-            return cls(path)
-        path, number = Path("runs") / name, 1
-        while path.exists():
-            number += 1
-            path = Path("runs") / f"{name}-{number}"
-        return cls(path)
-
-    def create(self, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> None:
-        """Make the folder and write down what is about to be run.
+            run_dir: the folder, where the user chose it; otherwise ``runs/NAME``, ``runs/NAME-2``, ...
 
         Raises:
             ConfigError: the folder cannot be written.
         """
+        path = Path(run_dir or Path("runs") / composed.run.name)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "run.yaml").write_text(yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False))
-            (self.path / "deepspeed.json").write_text(json.dumps(composed.deepspeed, indent=2) + "\n")
-            (self.path / "environment.json").write_text(json.dumps(_environment(composed, dataset_digest), indent=2) + "\n")
-            tokenizer.save(self.path / "tokenizer.json")
+            if run_dir:
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path = _first_free(path)
+            # "x": a chosen folder may have been empty for two runs that looked at the same time.
+            (path / "run.yaml").open("x").close()
+            _write_config(path, composed, dataset_digest)
+            tokenizer.save(path / "tokenizer.json")
         except OSError as error:
-            raise ConfigError(
-                Problem(f"the run folder '{self.path}' cannot be written: {error.strerror}", "the run would leave nothing behind", "choose another with --run-dir")
-            ) from None
+            raise _unusable(path, error) from None
+        return cls(path)
+
+    def continue_from(self, step: int, composed: Composed, dataset_digest: str) -> None:
+        """Make the folder of an earlier run ready to go on at `step`; what is replaced moves to ``history/``.
+
+        Metrics of later steps are taken out of ``metrics.jsonl``: these steps are about to be trained again.
+        """
+        history = _first_free(self.path / "history" / f"until_step_{step:07d}")
+        for name in ("run.yaml", "deepspeed.json", "environment.json", self.metrics.name):
+            if (self.path / name).exists():
+                shutil.copy2(self.path / name, history / name)
+        _write_config(self.path, composed, dataset_digest)
+        if self.metrics.exists():
+            kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+            trimmed = self.metrics.with_suffix(".trimmed")
+            trimmed.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(trimmed, self.metrics)
 
 
-def _environment(composed: Composed, dataset_digest: str) -> dict[str, Any]:
+def _write_config(path: Path, composed: Composed, dataset_digest: str) -> None:
+    (path / "run.yaml").write_text(yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    (path / "deepspeed.json").write_text(json.dumps(composed.deepspeed, indent=2) + "\n")
+    (path / "environment.json").write_text(json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """Step of a line of metrics; a line that a killed run left half written belongs to no step that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def check_unused(run_dir: str) -> None:
+    """Refuse a folder that the user chose and that is not empty. Creates nothing.
+
+    Raises:
+        ConfigError: it is not empty.
+    """
+    path = Path(run_dir)
+    try:
+        used = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise _unusable(path, error) from None
+    if used:
+        raise ConfigError(Problem(f"--run-dir '{path}' is not empty", "a run never overwrites another", "give another folder, or move that one"))
+
+
+def _first_free(path: Path) -> Path:
+    """The first of NAME, NAME-2, ... that could be made; making it is what claims it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    candidate, number = path, 1
+    while True:
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        Problem(f"the run folder '{path}' cannot be written: {error.strerror}", "the run would leave nothing behind", "choose another with --run-dir")
+    )
+
+
+def environment(composed: Composed, dataset_digest: str) -> dict[str, Any]:
+    """By what command, from which code and on what a run is trained."""
     return {
         "command": sys.argv,
         "git_commit": git_commit(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in _PACKAGES},
+        "versions": {"ds_gpt": __version__, **{package: version(package) for package in _PACKAGES}},  # ds_gpt may not be installed
         "device": composed.hardware.name,
         "world_size": composed.hardware.world_size,
         "precision": composed.precision,

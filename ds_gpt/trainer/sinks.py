@@ -42,10 +42,11 @@ class MetricsFile:
 class TensorBoard:
     """TensorBoard scalars, by step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self._writer = SummaryWriter(str(folder))
+        # What an interrupted run wrote of the steps that are about to be trained again is not shown.
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def write(self, metrics: Metrics) -> None:
         """Add every number but the step as a scalar, with the perplexity beside each loss."""

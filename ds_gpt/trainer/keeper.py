@@ -1,0 +1,147 @@
+"""Keeps a run from being lost: saves it, resumes it, and takes it back to where it was well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ds_gpt.checkpoint.folder import retire_after
+from ds_gpt.checkpoint.resume import Loaded, load, newest_intact
+from ds_gpt.checkpoint.run_state import RunState
+from ds_gpt.checkpoint.saver import Saved, SaveError, Saver
+from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data import Dataset
+from ds_gpt.engine.engine import Engine
+from ds_gpt.trainer.evaluation import Validation
+from ds_gpt.trainer.health import HealthMonitor, Verdict
+from ds_gpt.trainer.recorder import Recorder
+from ds_gpt.trainer.run_folder import RunFolder
+from ds_gpt.trainer.start import facts
+
+# Relative difference of the probe loss that loading may bring: sums in another order, and weights rounded to another
+# precision. Weights of another model, or in the wrong places, differ by far more.
+_SAME_PRECISION, _OTHER_PRECISION = 1e-3, 2e-2
+
+
+class Keeper:
+    """Saves, resumes and rolls back; every rank makes the same calls."""
+
+    def __init__(self, engine: Engine, dataset: Dataset, folder: RunFolder, validation: Validation, recorder: Recorder) -> None:
+        self._engine, self._folder, self._validation, self._recorder = engine, folder, validation, recorder
+        self._run = engine.composed.run
+        self._facts = facts(engine.composed, dataset)
+        self._saver = Saver(engine, folder.checkpoints, self._run.checkpoints)
+        self.health = HealthMonitor(self._run.health, self._run.model.vocabulary)
+
+    def save_if_due(self, state: RunState, val_loss: float | None, last: bool) -> None:
+        """Save where the configuration says so, and at the end; otherwise see whether a save behind training is done.
+
+        What may turn out to be sick is not saved on the way: a rollback could not use it.
+        """
+        every = self._run.checkpoints.every
+        if last or (every and state.step % every == 0 and not self.health.suspect):
+            content = {"val_loss": val_loss, "probe_loss": self._validation.probe_loss(), "facts": self._facts}
+            self._completed(lambda: self._saver.save(state, content, background=False if last else None), state, last)
+        else:
+            self._completed(self._saver.poll, state, last)
+
+    def _completed(self, save: Callable[[], Saved | None], state: RunState, last: bool) -> None:
+        try:
+            saved = save()
+        except SaveError as error:
+            if last or self._run.checkpoints.on_failure == "stop":
+                raise ConfigError(
+                    Problem(
+                        str(error),
+                        "without checkpoints the run could be lost; the previous one is intact",
+                        "free some space and go on with --resume, or set checkpoints.on_failure: continue to train on regardless",
+                    )
+                ) from None
+            self._recorder.event(state.step, "save_failed", f"{error}; the previous checkpoint is intact, training goes on")
+            return
+        if saved is not None:
+            text = f"saved {saved.path.name}, training stood still for {saved.stall_s:.2f} s of {saved.total_s:.2f} s"
+            seconds = {"stall_s": saved.stall_s, "total_s": saved.total_s, "removed": saved.removed}
+            self._recorder.event(state.step, "saved", text, seconds, show=False)
+
+    def resume(self, checkpoint: Path) -> RunState:
+        """Take over a checkpoint.
+
+        Raises:
+            ConfigError: the model that was loaded is not the one that was saved.
+        """
+        loaded = load(self._engine, checkpoint)
+        self._check_restored(checkpoint, loaded)
+        for kind in loaded.absent:
+            self._recorder.say(f"{checkpoint.name} has no {kind}: it starts at zero")
+        self._recorder.say(f"resumed from {checkpoint} at step {loaded.state.step}\n")
+        return loaded.state
+
+    def _check_restored(self, checkpoint: Path, loaded: Loaded) -> None:
+        """Compare the loss on a few windows with what it was when the run was saved."""
+        before, after = loaded.saved["probe_loss"], self._validation.probe_loss()
+        saved = loaded.saved["facts"]
+        if saved["dataset_digest"] != self._facts["dataset_digest"] or saved["data"] != self._facts["data"]:
+            return  # other windows: nothing to compare with
+        same = saved["precision"] == self._facts["precision"]
+        if not abs(after - before) <= (_SAME_PRECISION if same else _OTHER_PRECISION) * before:
+            raise ConfigError(
+                Problem(
+                    f"after loading '{checkpoint}' the loss on its probe windows is {after:.4f}; when it was saved it was {before:.4f}",
+                    "the restored model is not the one that was saved, though every file is intact: training on would waste the run",
+                    "check that code and configuration are those of the saved run (run.yaml and environment.json in its folder)",
+                )
+            )
+
+    def treat(self, state: RunState, verdict: Verdict) -> RunState | None:
+        """Act on what health found. Returns the state to go on from where the run was taken back, else None.
+
+        Raises:
+            ConfigError: the run is to stop.
+        """
+        if verdict.severity == "ok":
+            return None
+        config = self._run.health
+        self._recorder.event(state.step, verdict.kind, f"{verdict.message}. {verdict.remedy}", {"since": verdict.since})
+        if verdict.severity != "rollback" or config.action == "warn":
+            return None
+        if config.action == "stop" or state.rollbacks >= config.max_rollbacks:
+            tried = f", after {state.rollbacks} rollbacks" if state.rollbacks else ""
+            raise ConfigError(
+                Problem(f"the run is sick at step {state.step}{tried}: {verdict.message}", "training on would make it worse; nothing was saved since", verdict.remedy)
+            )
+        return self._roll_back(state, verdict)
+
+    def _roll_back(self, state: RunState, verdict: Verdict) -> RunState | None:
+        self._completed(self._saver.finish, state, last=False)
+        if self._engine.ranks.is_first:  # what was saved since is not to be resumed from either
+            retire_after(self._folder.checkpoints, verdict.good_step)
+        target = newest_intact(self._folder.checkpoints, self._engine.ranks, self._recorder.say)
+        if target is None:
+            self._recorder.event(state.step, "no_rollback", f"no checkpoint from step {verdict.good_step} or before to go back to: set checkpoints.every")
+            return None
+        loaded = load(self._engine, target).state
+        config = self._run.health
+        factor = loaded.factor() * config.lr_factor if state.rollbacks == 0 else state.lr_factor * config.lr_factor
+        skipped = (loaded.data_step, state.data_step - 1)
+        self.health.rolled_back(loaded.step)
+        self._recorder.event(
+            state.step,
+            "rollback",
+            f"rolled back to step {loaded.step}; global batches {skipped[0]} to {skipped[1]} are skipped, the learning rate is x {factor:g} for {config.lr_factor_steps} steps",
+            {"to_step": loaded.step, "skipped": skipped, "lr_factor": factor},
+            metrics={"rolled_back_from": state.step},
+        )
+        return replace(
+            loaded,
+            data_step=state.data_step,
+            lr_factor=factor,
+            lr_factor_until=loaded.step + config.lr_factor_steps,
+            rollbacks=state.rollbacks + 1,
+            skipped=(*state.skipped, skipped),
+        )
+
+    def close(self) -> None:
+        """End the thread that writes."""
+        self._saver.close()

@@ -1,0 +1,137 @@
+"""Where a run starts: in a new folder, or where another one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_gpt.checkpoint.folder import STATE, complete, read_state
+from ds_gpt.checkpoint.resume import check_fits, newest_intact, require_intact
+from ds_gpt.config import Composed, ConfigError, Problem
+from ds_gpt.data import Dataset
+from ds_gpt.engine.ranks import Ranks
+from ds_gpt.trainer.run_folder import RunFolder, check_unused, environment
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What rank 0 found at the paths that the user gave; told to all ranks.
+
+    Attributes:
+        folder: the run's folder.
+        checkpoint: the checkpoint that was asked for by name, or None.
+        continues: whether the folder is an earlier run's, to go on in from its newest intact checkpoint.
+    """
+
+    folder: Path
+    checkpoint: Path | None
+    continues: bool
+
+
+def check_start(run_dir: str | None, resume: str | None, name: str) -> None:
+    """Refuse what cannot be started from. Creates nothing, so it can run before ranks meet.
+
+    Raises:
+        ConfigError: a ``--run-dir`` that is in use, or a ``--resume`` that is neither a run nor a checkpoint.
+    """
+    if resume is None or (resume != AUTO and _is_checkpoint(Path(resume))):
+        if run_dir:
+            check_unused(run_dir)
+    elif resume != AUTO:
+        _require_run(Path(resume))
+        if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
+            raise ConfigError(
+                Problem(
+                    f"--run-dir '{run_dir}' is not the run to resume, '{resume}'",
+                    "a run goes on in its own folder",
+                    "leave --run-dir out; or give a checkpoint folder to --resume, which starts a new run from it",
+                )
+            )
+
+
+def make_start(run_dir: str | None, resume: str | None, composed: Composed, dataset: Dataset) -> Start:
+    """Find or make the run's folder; rank 0 alone calls it.
+
+    No ``resume``: a new folder. A checkpoint: a new folder too, a branch from it. A run's folder: that one. ``auto``:
+    `run_dir`, or the newest of ``runs/NAME``, ``runs/NAME-2``, ...; where there is none, a new one.
+    """
+    if resume is not None and resume != AUTO and not _is_checkpoint(Path(resume)):
+        return Start(Path(resume), None, continues=True)
+    if resume == AUTO:
+        existing = Path(run_dir) if run_dir else _newest(composed.run.name)
+        if existing is not None and (existing / "run.yaml").exists():
+            return Start(existing, None, continues=True)
+    folder = RunFolder.create(run_dir, composed, dataset.tokenizer, dataset.digest)
+    return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
+
+
+def find_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to load, checked against this run; every rank must call it.
+
+    Args:
+        start: what rank 0 found.
+        composed: this run.
+        dataset: its tokens.
+        ranks: this process among the others.
+        say: told what was passed over, and every field that differs from the saved run.
+
+    Raises:
+        ConfigError: a checkpoint asked for by name is damaged, or the saved state has no meaning in this run.
+    """
+    if start.checkpoint is not None:
+        require_intact(start.checkpoint, ranks)
+        checkpoint = start.checkpoint
+    elif start.continues:
+        found = newest_intact(start.folder / "checkpoints", ranks, say)
+        if found is None:
+            say(f"no intact checkpoint in '{start.folder}': starting from step 0")
+            return None
+        checkpoint = found
+    else:
+        return None
+    for sentence in check_fits(checkpoint, read_state(checkpoint)["facts"], facts(composed, dataset)):
+        say(f"changed since it was saved: {sentence}")
+    return checkpoint
+
+
+def facts(composed: Composed, dataset: Dataset) -> dict[str, Any]:
+    """What a checkpoint remembers of its run, to name what has changed when it is resumed."""
+    run = composed.run.model_dump(mode="json")
+    run["model"]["ffn_width"] = composed.run.model.hidden_width
+    known = environment(composed, dataset.digest)
+    return {
+        **run,
+        "deepspeed": composed.deepspeed,
+        "tokenizer_identity": dataset.tokenizer.identity,
+        **{key: known[key] for key in ("dataset_digest", "world_size", "precision", "activation_checkpointing", "device", "versions")},
+    }
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / STATE).is_file()
+
+
+def _require_run(path: Path) -> None:
+    if not (path / "run.yaml").is_file():
+        near = f"; '{complete(path)[0]}' is one" if path.is_dir() and complete(path) else ""
+        raise ConfigError(
+            Problem(
+                f"--resume '{path}' is neither the folder of a run nor a checkpoint",
+                "there is nothing in it to go on from",
+                f"give runs/NAME, or runs/NAME/checkpoints/step_NNNNNNN{near}; alone, --resume takes the newest run of this name",
+            )
+        )
+
+
+def _newest(name: str) -> Path | None:
+    """The last of ``runs/NAME``, ``runs/NAME-2``, ... that exists."""
+    path, number = Path("runs") / name, 1
+    if not path.exists():
+        return None
+    while path.with_name(f"{name}-{number + 1}").exists():
+        number += 1
+    return path if number == 1 else path.with_name(f"{name}-{number}")

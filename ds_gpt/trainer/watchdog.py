@@ -1,0 +1,60 @@
+"""End a run that hangs: no step finished in time, so every rank says where it stands, and the launcher ends the rest."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+
+class Watchdog:
+    """While active, a thread watches the time since the last `beat`.
+
+    Every rank has one, since in a collective that hangs all ranks wait: the one that is elsewhere is the one to look at.
+
+    Args:
+        folder: the run's folder; the stacks of rank N go to ``stacks/rank_0000N.txt`` there.
+        rank: this rank.
+        timeout_s: seconds without a beat after which the process ends with status 1.
+    """
+
+    def __init__(self, folder: Path, rank: int, timeout_s: float) -> None:
+        self._path, self._rank, self._timeout_s = folder / "stacks" / f"rank_{rank:05d}.txt", rank, timeout_s
+        self._last = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def beat(self) -> None:
+        """Something finished: a step, an evaluation, a save."""
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Watchdog:
+        self.beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        # In short naps: a beat moves the deadline while the thread sleeps.
+        while not self._ended.wait(min(1.0, self._timeout_s / 10)):
+            if time.monotonic() - self._last > self._timeout_s:
+                self._bite()
+
+    def _bite(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        print(
+            f"\nds_gpt: rank {self._rank}: nothing finished in {self._timeout_s:g} s (health.hang_timeout_s); "
+            f"its stacks are in '{self._path}'. The rank whose stack differs from the others is the one they wait for.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # the main thread may never return from where it waits
