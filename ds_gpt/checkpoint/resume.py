@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.folder import complete, damage, read_state
+from ds_gpt.checkpoint.folder import complete, damage, read_state, step_of
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.shards import ShardReader
 from ds_gpt.config import ConfigError, Problem
@@ -19,7 +19,7 @@ _SHAPE = frozenset(f"model.{key}" for key in ("layers", "width", "heads", "conte
 _DATA = frozenset({"tokenizer_identity"})
 
 
-def newest_intact(checkpoints: Path, ranks: Ranks, warn: Callable[[str], None]) -> Path | None:
+def newest_intact(checkpoints: Path, ranks: Ranks, warn: Callable[[str], None], until_step: int | None = None) -> Path | None:
     """The newest checkpoint whose every file is what its manifest says; None where there is none.
 
     The ranks share the reading and agree on the verdict; every rank must call it.
@@ -28,8 +28,11 @@ def newest_intact(checkpoints: Path, ranks: Ranks, warn: Callable[[str], None]) 
         checkpoints: folder of the checkpoints.
         ranks: this process among the others.
         warn: told of every damaged checkpoint that was passed over.
+        until_step: later ones are not wanted.
     """
     for path in ranks.agree(complete(checkpoints)):
+        if until_step is not None and step_of(path) > until_step:
+            continue
         wrong = shared_damage(path, ranks)
         if wrong is None:
             return path

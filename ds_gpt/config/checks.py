@@ -70,6 +70,23 @@ def _precision_problems(deepspeed: ConfigFile, stage: int) -> list[Problem]:
     on = [section for section in ("bf16", "fp16", "torch_autocast") if _enabled(deepspeed, section) is True]
     if len(on) > 1:
         problems.append(Problem(f"{' and '.join(on)} are both enabled", "a model computes in one precision", "enable one of them"))
+    if _enabled(deepspeed, "fp16") is True and stage == 0:
+        problems.append(
+            Problem(
+                "fp16 with ZeRO stage 0",
+                "DeepSpeed divides these gradients by a loss scale that it never multiplied the loss by: they all but vanish",
+                "set zero_optimization.stage: 1 (same mathematics)",
+            )
+        )
+    autocast_dtype = deepspeed.get("torch_autocast.dtype")
+    if _enabled(deepspeed, "torch_autocast") is True and autocast_dtype in ("fp16", "float16", "half"):
+        problems.append(
+            Problem(
+                f"torch_autocast.dtype = {autocast_dtype!r} ({deepspeed.where('torch_autocast.dtype')})",
+                "DeepSpeed clips these gradients before it unscales them, so they all but vanish, and an overflow never lowers the scale",
+                'set torch_autocast.dtype: bfloat16, or use "fp16": {"enabled": true}',
+            )
+        )
     if _enabled(deepspeed, "bf16") is True and stage == 0 and deepspeed.get("data_types.grad_accum_dtype") == "fp32":
         problems.append(
             Problem(

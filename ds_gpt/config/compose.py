@@ -242,10 +242,7 @@ def _precision(values: dict[str, Any], hardware: Hardware, owners: dict[str, str
         return "fp16"
     if bf16.get("enabled"):
         return "bf16"
-    autocast = values.get("torch_autocast", {})
-    if autocast.get("enabled"):
-        return "fp16" if autocast.get("dtype") in ("fp16", "float16", "half") else "bf16"
-    return "fp32"
+    return "bf16" if values.get("torch_autocast", {}).get("enabled") else "fp32"
 
 
 def _accumulation_dtype(values: dict[str, Any], precision: Precision, owners: dict[str, str], notes: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ds_gpt.engine.defects import (
     update_loss_scale_last,
 )
 from ds_gpt.engine.deepspeed_import import import_deepspeed
+from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.engine.state import (
     Piece,
@@ -89,6 +91,7 @@ class Engine:
 
         self.composed = composed
         self.ranks = ranks
+        self._forward_timer = ForwardTimer(ranks.device)
         if composed.precision == "fp16":
             allow_fp16_on_cpu()
         silence_bf16_optimizer()
@@ -145,7 +148,23 @@ class Engine:
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Loss summed over the counted tokens, and how many those are."""
         smoothing = self.composed.run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
-        return cross_entropy_sum(self.deepspeed(inputs_BT), targets_BT, label_smoothing=smoothing)
+        with self._forward_timer:
+            logits_BTV = self.deepspeed(inputs_BT)
+        return cross_entropy_sum(logits_BTV, targets_BT, label_smoothing=smoothing)
+
+    def slowest_rank(self) -> tuple[int, float] | None:
+        """The rank that spent most in forward passes since the last call, and how many times the others' median.
+
+        None where it cannot be told: with one rank, and under ZeRO-3, whose forward waits for other ranks. Every rank
+        must call it.
+        """
+        seconds = self._forward_timer.read()
+        if self.ranks.world_size == 1 or self.composed.zero_stage == 3:
+            return None
+        by_rank = self.ranks.gather(seconds)
+        slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
+        others = statistics.median(by_rank[:slowest] + by_rank[slowest + 1 :])
+        return slowest, by_rank[slowest] / others
 
     def _grad_norm(self) -> float:
         norm = self.deepspeed.get_global_grad_norm()

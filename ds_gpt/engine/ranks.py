@@ -163,7 +163,8 @@ def _rendezvous_file(process: psutil.Process) -> str:
     folder = Path(tempfile.gettempdir()) / f"ds_gpt-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     for file in folder.iterdir():  # left by jobs that were killed
-        if not psutil.pid_exists(int(file.name.partition("-")[0])):
+        pid = file.name.partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             file.unlink(missing_ok=True)
     return f"file://{folder / f'{process.pid}-{process.create_time()}'}"
 

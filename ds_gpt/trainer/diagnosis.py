@@ -1,43 +1,29 @@
 """What a run's metrics say about it, read afterwards or while it goes on. Imports no torch and needs no run folder.
 
 A line of metrics is an object with "step" and "loss"; everything else in it is optional, null where a number was not
-finite, and unknown keys do no harm. A line without "loss" is an event. Where the steps go back (a resume from an earlier
-checkpoint, a rollback) the later lines count and the earlier ones are superseded.
+finite, and unknown keys do no harm. Where the steps go back (a resume from an earlier checkpoint, a rollback) the later
+lines count and the earlier ones are superseded.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from ds_gpt.config import ConfigError, Problem
-from ds_gpt.trainer.health import DIVERGED, LONE_SPIKE, MAX_GRADIENT, MIN_GRADIENT, MIN_HISTORY, MIN_LOSS_SCALE, PROGRESS, Level
-
-Line = dict[str, Any]
+from ds_gpt.trainer.health import DIVERGED, GRADIENT_JUMP, LONE_SPIKE, MAX_GRADIENT, MIN_GRADIENT, MIN_HISTORY, MIN_LOSS_SCALE, PROGRESS, Level, spike_limit
+from ds_gpt.trainer.metrics_history import History, Line
 
 WINDOW, SPIKE_MADS = 64, 6.0  # as health's defaults, but of logged lines
 LEARNED = 0.1  # nats below where it started, or below ln V: less is no learning
-DIP, FELL = 0.7, 0.8  # of the usual throughput: for a moment, and for good
+DIP, FELL = 0.7, 0.8  # of the usual throughput: less is a dip, or for good a fall
 DIP_COST = 0.01  # of the run's time; dips that cost less are not worth a word
+APART = 8  # lines between two places; nearer, they are one
 FIRST_STEPS = 20  # a large model's gradients may be large in them, and its speed is not yet its speed
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the run's configuration says, where it is at hand."""
-
-    vocab_size: int | None = None
-    total_steps: int | None = None
-    warmup_steps: int | None = None
-    evaluate_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,86 +43,6 @@ class Finding:
     what: str
     remedy: str
     spans: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class History:
-    """The metrics of a run.
-
-    Attributes:
-        lines: one for each logged step that counts, in their order.
-        superseded: lines whose steps were done again after a resume or a rollback.
-        events: lines with an event, or with no loss.
-        returns: (from step, to step) of each time the steps went back.
-        unreadable: lines that are no JSON object: cut off by a crash.
-        facts: from the run's configuration.
-    """
-
-    lines: tuple[Line, ...]
-    superseded: tuple[Line, ...] = ()
-    events: tuple[Line, ...] = ()
-    returns: tuple[tuple[int, int], ...] = ()
-    unreadable: int = 0
-    facts: Facts = Facts()
-
-    def column(self, key: str) -> np.ndarray:
-        """The numbers under `key`, NaN where there is none."""
-        return np.array([_number(line.get(key)) for line in self.lines], dtype=np.float64)
-
-    @property
-    def steps(self) -> np.ndarray:
-        """The logged steps."""
-        return np.array([line["step"] for line in self.lines], dtype=np.int64)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last step was reached, as far as is known."""
-        return self.facts.total_steps is None or bool(self.steps[-1] >= self.facts.total_steps)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def read_metrics(path: Path, facts: Facts = Facts()) -> History:
-    """Read a ``metrics.jsonl``; a last line that is still being written is left out.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or holds no metrics.
-    """
-    try:
-        texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise ConfigError(Problem(f"metrics '{path}' cannot be read: {error.strerror}", fix="give a run folder or its metrics.jsonl")) from None
-    lines, superseded, events, returns, unreadable = [], [], [], [], 0
-    for number, text in enumerate(texts, 1):
-        line = _parsed(text)
-        if line is None:
-            unreadable += bool(text.strip()) and number < len(texts)
-            continue
-        if "rolled_back_to" in line or "event" in line or "loss" not in line:
-            events.append(line)
-        if "loss" not in line:
-            continue
-        if lines and line["step"] <= lines[-1]["step"]:
-            returns.append((lines[-1]["step"], line["step"]))
-            while lines and lines[-1]["step"] >= line["step"]:
-                superseded.append(lines.pop())
-        lines.append(line)
-    if not lines:
-        found = "is empty" if not any(text.strip() for text in texts) else 'holds no line with "step" and "loss"'
-        fix = "wait for the first logged step, or give a run folder or its metrics.jsonl"
-        raise ConfigError(Problem(f"metrics '{path}' {found}", "there is nothing to say about it", fix))
-    return History(tuple(lines), tuple(superseded), tuple(events), tuple(returns), unreadable, facts)
-
-
-def _parsed(text: str) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    step = line.get("step") if isinstance(line, dict) else None
-    return line if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def diagnose(history: History) -> list[Finding]:
@@ -159,10 +65,38 @@ def loss_curve(history: History) -> np.ndarray:
     return smooth(history.column("loss"), half=min(MIN_HISTORY // 2, len(history.lines) // 20))
 
 
-def _stretches(history: History, flags: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """(first, last) step of each run of lines that are flagged."""
-    groups = (list(group) for flag, group in groupby(zip(flags, history.steps.tolist()), key=lambda pair: bool(pair[0])) if flag)
-    return tuple((group[0][1], group[-1][1]) for group in groups)
+def summary(history: History) -> dict[str, Any]:
+    """The run in a few numbers, None where they are not known."""
+    loss, validation, speed = loss_curve(history), history.column("val_loss"), history.column("tokens_per_s")
+    best = int(np.nanargmin(validation)) if np.isfinite(validation).any() else None
+    numbers = {
+        "first_step": history.lines[0]["step"],
+        "last_step": history.lines[-1]["step"],
+        "total_steps": history.facts.total_steps,
+        "lines": len(history.lines),
+        "tokens": history.lines[-1].get("tokens"),
+        "loss_start": loss[0],
+        "loss_end": loss[-1],
+        "val_loss_best": None if best is None else validation[best],
+        "val_loss_best_step": None if best is None else history.lines[best]["step"],
+        "tokens_per_s": np.median(speed[np.isfinite(speed)]) if np.isfinite(speed).any() else None,
+        "went_back": [list(pair) for pair in history.returns],
+    }
+    return {key: _plain(value) for key, value in numbers.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's types and without NaN, for which JSON has no word."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def _stretches(history: History, flags: np.ndarray, at_least: int = 1) -> tuple[tuple[int, int], ...]:
+    """(first, last) step of each place with `at_least` flagged lines; a few lines between do not make two places of it."""
+    flagged, steps = np.flatnonzero(flags), history.steps
+    places = np.split(flagged, np.flatnonzero(np.diff(flagged) > APART) + 1)
+    return tuple((int(steps[place[0]]), int(steps[place[-1]])) for place in places if len(place) >= at_least)
 
 
 def _where(spans: tuple[tuple[int, int], ...]) -> str:
@@ -175,8 +109,8 @@ def _non_finite(history: History) -> Iterator[Finding]:
     fp16 = np.isfinite(history.column("loss_scale"))
     lost = ~np.isfinite(history.column("loss"))
     skipped = (history.column("skipped") > 0) & ~fp16
-    if (spans := _stretches(history, lost | skipped)):
-        what = f"NaN or infinity in {'the loss' if lost.any() else 'the gradient'} in {int((lost | skipped).sum())} of {len(lost)} logged steps: {_where(spans)}"
+    if spans := _stretches(history, lost | skipped):
+        what = f"NaN or infinity in the {'loss' if lost.any() else 'gradient'} in {(lost | skipped).sum()} of {len(lost)} lines: {_where(spans)}"
         yield Finding("non_finite", "problem", what, "look at the batches of these steps; lower optimizer.lr, set gradient_clipping", spans)
 
 
@@ -192,7 +126,7 @@ def _loss_scale(history: History) -> Iterator[Finding]:
         spans = _stretches(history, scale <= MIN_LOSS_SCALE)
         what = f"the fp16 loss scale collapsed from {np.nanmax(scale):g} to {np.nanmin(scale):g} ({_where(spans)}): small gradients round to zero"
         yield Finding("loss_scale", "problem", what, remedy, spans)
-    if often.sum() > max(2, 0.02 * len(often)):
+    elif often.sum() > max(2, 0.02 * len(often)):
         spans = _stretches(history, often)
         yield Finding("skipped_steps", "warning", f"{often.sum()} of {len(often)} logged steps were skipped for overflow: {_where(spans)}", remedy, spans)
 
@@ -205,13 +139,14 @@ def _learning(history: History) -> Iterator[Finding]:
     best, last = int(np.nanargmin(loss)), loss[np.isfinite(loss)][-1]
     guessing = math.log(facts.vocab_size) if facts.vocab_size else loss[np.isfinite(loss)][0] if steps[0] <= 5 * FIRST_STEPS else math.inf
     if loss[best] > guessing - LEARNED and steps[-1] > (facts.warmup_steps or 0):
-        start = f"ln V = {guessing:.4f}, which is guessing" if facts.vocab_size else f"{guessing:.4f}, where it started"
-        what = f"it never learned: the loss at step {steps[-1]} is {last:.4f}, and never was {LEARNED} below {start}"
+        start = f"ln V = {guessing:.5g}, which is guessing" if facts.vocab_size else f"{guessing:.5g}, where it started"
+        what = f"it never learned: the loss at step {steps[-1]} is {last:.5g}, never {LEARNED} nats below {start}"
         lr = np.nanmax(history.column("lr")) if np.isfinite(history.column("lr")).any() else math.nan
-        yield Finding("never_learned", "problem", what, f"raise optimizer.lr (its peak so far is {lr:.2g}); look whether inputs and targets belong together")
+        remedy = f"raise optimizer.lr (its peak so far is {lr:.2g}); look whether inputs and targets belong together"
+        yield Finding("never_learned", "problem", what, remedy)
     elif last > loss[best] + DIVERGED:
         since = steps[np.flatnonzero(loss <= loss[best] + DIVERGED)[-1]]
-        what = f"it diverged: the loss was {loss[best]:.4f} at step {steps[best]} and is {last:.4f} at step {steps[-1]}, after step {since}"
+        what = f"it diverged: the loss was {loss[best]:.5g} at step {steps[best]} and is {last:.5g} at step {steps[-1]}, after step {since}"
         remedy = f"go back to a checkpoint before step {since}; lower optimizer.lr, a longer schedule.warmup_steps, gradient_clipping 1.0"
         yield Finding("divergence", "problem", what, remedy, ((int(since), int(steps[-1])),))
 
@@ -226,25 +161,26 @@ def _spikes(history: History) -> Iterator[Finding]:
             if len(above) < WINDOW:
                 continue
             level.forget_after(-1)  # it does not come back: this is the level now
-        elif above:
-            spikes.append((above, i))
-            above = []
+            spikes, above = [*spikes, (above, None)], []
+        elif above and i - above[-1][0] > APART:  # a moment below the limit is not its end
+            spikes, above = [*spikes, (above, above[-1][0] + 1)], []
         level.admit(int(steps[i]), float(loss[i]))
     if above:
         spikes.append((above, None))
     enough, texts, spans = 3 if len(steps) < 2 or np.median(np.diff(steps)) == 1 else 2, [], []
-    diverged = any(finding.kind == "divergence" for finding in _learning(history))
+    lost = min((finding.spans[0][0] for finding in _learning(history) if finding.kind == "divergence"), default=math.inf)
     for lines, back in spikes:
         peak, usual, limit = max(lines, key=lambda line: loss[line[0]])
-        if (len(lines) < enough and loss[peak] - usual <= LONE_SPIKE * (limit - usual)) or (back is None and (diverged or len(lines) < enough)):
+        confirmed = len(lines) >= enough or (back is not None and loss[peak] - usual > LONE_SPIKE * (limit - usual))
+        if not confirmed or steps[lines[-1][0]] >= lost:
             continue
         spans.append((int(steps[lines[0][0]]), int(steps[lines[-1][0]])))
         ends = f"back at step {steps[back]}" if back is not None else "not back since"
-        texts.append(f"step {spans[-1][0]} ({usual:.2f} -> {loss[peak]:.2f}, {ends})")
+        texts.append(f"step {spans[-1][0]} ({usual:.2f} -> {loss[peak]:.4g}, {ends})")
     if texts:
         more = f" and {len(texts) - 6} more" if len(texts) > 6 else ""
         what = f"{len(texts)} loss spike{'s' * (len(texts) > 1)}: {', '.join(texts[:6])}{more}"
-        remedy = "health.action: rollback skips such data by itself; where they come often: lower optimizer.lr, longer warm-up, betas[1] 0.95, gradient_clipping"
+        remedy = "a rollback (health.action) skips such data; where they come often: lower optimizer.lr, a longer warm-up, gradient_clipping 1.0"
         yield Finding("loss_spike", "warning", what, remedy, tuple(spans))
 
 
@@ -261,8 +197,8 @@ def _overfitting(history: History) -> Iterator[Finding]:
     if len(values) - best < 3 or values[-1] < values[best] + 2 * PROGRESS or not training[-1] < training[best] - PROGRESS:
         return
     what = (
-        f"it overfits: validation loss was best, {values[best]:.4f}, at step {steps[best]} and is {values[-1]:.4f} at step {steps[-1]},"
-        f" while training loss fell from {training[best]:.4f} to {training[-1]:.4f}"
+        f"it overfits: validation loss was best, {values[best]:.5g}, at step {steps[best]} and is {values[-1]:.5g} at step {steps[-1]},"
+        f" while training loss fell from {training[best]:.5g} to {training[-1]:.5g}"
     )
     remedy = f"use the checkpoint of step {steps[best]} (or nearest); train no longer than that, or on more data, with dropout or more weight_decay"
     yield Finding("overfitting", "warning", what, remedy, ((int(steps[best]), int(steps[-1])),))
@@ -279,5 +215,98 @@ def _plateau(history: History) -> Iterator[Finding]:
     validation_falls = len(early) and len(late) and late.min() < early.min() - PROGRESS
     if before - after >= PROGRESS or validation_falls or np.nanmean(lr[-quarter:]) < 0.5 * np.nanmax(lr):
         return
-    what = f"plateau: the loss was {before:.4f} before step {steps[-quarter]} and {after:.4f} from there to step {steps[-1]}, at a learning rate still near its peak"
-    yield Finding("plateau", "warning", what, "decay the learning rate now, or lower its peak; else a larger model", ((int(steps[-quarter]), int(steps[-1])),))
+    what = f"plateau: the loss is {after:.5g} since step {steps[-quarter]} and was {before:.5g} before, at a learning rate near its peak"
+    spans = ((int(steps[-quarter]), int(steps[-1])),)
+    yield Finding("plateau", "warning", what, "decay the learning rate now, or lower its peak; else a larger model", spans)
+
+
+def _gradients(history: History) -> Iterator[Finding]:
+    norms, late = history.column("grad_norm"), history.steps > FIRST_STEPS
+    known = norms[late & np.isfinite(norms)]
+    if len(known) < MIN_HISTORY:
+        return
+    usual, large = float(np.median(known)), late & (norms > MAX_GRADIENT)
+    lasting = np.convolve(large, np.ones(3), "same") >= 2
+    if spans := _stretches(history, large & (lasting | (norms > GRADIENT_JUMP * usual))):
+        share = large[-(len(large) // 4) :].mean()
+        counts = f"above {MAX_GRADIENT:g} in {large.sum()} of {len(norms)} lines"
+        what = f"gradient norm up to {np.nanmax(norms[late]):.3g} where {usual:.2g} is usual; {counts}: {_where(spans)}"
+        remedy = "gradient_clipping 1.0 bounds the update; where it goes on: lower optimizer.lr, a longer schedule.warmup_steps"
+        yield Finding("exploding_gradient", "problem" if share > 0.2 else "warning", what, remedy, spans)
+    if spans := _stretches(history, norms < MIN_GRADIENT, at_least=MIN_HISTORY):
+        what = f"gradient norm down to {np.nanmin(norms):.2g}, below {MIN_GRADIENT:g}: {_where(spans)}"
+        remedy = "if the loss still falls, nothing; else look at the initialization, a frozen parameter, the fp16 loss scale"
+        yield Finding("vanishing_gradient", "warning", what, remedy, spans)
+
+
+def _learning_rate(history: History) -> Iterator[Finding]:
+    lr, steps, facts = history.column("lr"), history.steps, history.facts
+    if len(lr) < 6 or not np.isfinite(lr).all():
+        return
+    endless = None not in (facts.warmup_steps, facts.total_steps) and facts.warmup_steps >= facts.total_steps
+    if (np.diff(lr[-6:]) > 0).all() and lr[-1] == lr.max() and (history.ended or endless):
+        what = f"the learning rate was still rising at step {steps[-1]}, the last one: it never left its warm-up (now {lr[-1]:.3g})"
+        yield Finding("never_warmed_up", "warning", what, "schedule.warmup_steps of 1 to 5% of training.steps; most is learned after it")
+    elif facts.warmup_steps == 0 or (facts.warmup_steps is None and steps[0] <= FIRST_STEPS and lr[0] >= 0.99 * lr.max()):
+        what = f"no warm-up: the learning rate was at its peak, {lr.max():.3g}, from step {steps[0]} on"
+        yield Finding("no_warmup", "note", what, "Adam's second moments are noise at first: schedule.warmup_steps of 1 to 5% of training.steps")
+
+
+def _throughput(history: History) -> Iterator[Finding]:
+    """A lasting fall, found where the cumulated deviation turns (CUSUM, Page 1954); and dips, as outliers of the time a token takes."""
+    speed, steps = history.column("tokens_per_s"), history.steps
+    settled = (speed > 0) & (steps > FIRST_STEPS) & ~np.isin(steps, [steps[0], *(step for _, step in history.returns)])  # they hold compilation
+    speed, steps = speed[settled], steps[settled]
+    if len(speed) < 2 * MIN_HISTORY:
+        return
+    turn = int(np.argmax(np.cumsum(speed - speed.mean()))) + 1
+    before, after = speed[:turn], speed[turn:]
+    # The second condition: where the speed is noisy anyway, a fall is not news.
+    if len(after) >= MIN_HISTORY // 2 and (now := np.median(after)) < min(FELL * (usual := np.median(before)), np.quantile(before, 0.1)):
+        what = f"throughput fell from {usual:,.0f} to {now:,.0f} tokens/s ({now / usual - 1:+.0%}) at about step {steps[turn]}, and stayed there"
+        remedy = "look for another job on the machine, a hot GPU (nvidia-smi -q -d PERFORMANCE), fewer ranks after a resume, a slower disk"
+        yield Finding("slower", "warning", what, remedy, ((int(steps[turn]), int(steps[-1])),))
+        speed, steps = before, steps[:turn]
+    usual, limit = spike_limit((1 / speed).tolist(), SPIKE_MADS, floor=(1 / DIP - 1) * float(np.median(1 / speed)))
+    slow = 1 / speed > limit
+    lost = float(np.sum(1 / speed[slow] - usual) / np.sum(1 / speed))  # of the time that these steps took
+    if lost > DIP_COST:
+        spans, worst = _stretches(History(tuple({"step": int(step)} for step in steps)), slow), int(np.argmin(speed))
+        gaps = np.diff([first for first, _ in spans])
+        periodic = f", every {np.median(gaps):.0f} steps" if len(gaps) >= 3 and gaps.std() < 0.1 * gaps.mean() else ""
+        what = f"throughput dips{periodic}: down to {speed[worst]:,.0f} tokens/s at step {steps[worst]} where {1 / usual:,.0f} is usual; {slow.sum()} of"
+        remedy = "what else ran then: another job, data from a slow disk, a hot GPU; evaluation and saving are not in these figures"
+        yield Finding("throughput_dips", "warning", f"{what} {len(slow)} lines, {lost:.0%} of the time: {_where(spans)}", remedy, spans)
+
+
+def _stragglers(history: History) -> Iterator[Finding]:
+    """`straggler`: the slowest rank, or null; `straggler_slowdown`: its time over the others' median."""
+    named = [line["straggler"] for line in history.lines if "straggler" in line]
+    rank, count = next(iter(Counter(rank for rank in named if isinstance(rank, int)).most_common(1)), (None, 0))
+    if count < 5 or count < 0.5 * len(named):
+        return
+    slowdown = history.column("straggler_slowdown")[history.column("straggler") == rank]
+    by = f", {np.nanmedian(slowdown):.2f} times as long as the others" if np.isfinite(slowdown).any() else ""
+    what = f"rank {rank} was the slowest in {count} of {len(named)} lines{by}: all others wait for it"
+    yield Finding("straggler", "warning", what, f"look at the device of rank {rank}: temperature, clocks, another process, its link")
+
+
+def _rollbacks(history: History) -> Iterator[Finding]:
+    """From the run's events; from the metrics alone, where a line says ``rolled_back_from``."""
+    back = [f"from step {event['step']} to {event.get('to_step')}" for event in history.events if event.get("event") == "rollback"]
+    back = back or [f"from step {line['rolled_back_from']}" for line in history.lines + history.superseded if "rolled_back_from" in line]
+    if back:
+        remedy = "one is an accident of the data; several: lower optimizer.lr, a longer schedule.warmup_steps, and look at the skipped batches"
+        what = f"rolled back {len(back)} time{'s' * (len(back) > 1)}: {', '.join(back[:6])}"
+        yield Finding("rolled_back", "note" if len(back) == 1 else "warning", what, remedy)
+    for kind, remedy in (("no_rollback", "set checkpoints.every"), ("save_failed", "free some space; the checkpoint before it is intact")):
+        for event in [event for event in history.events if event.get("event") == kind][-1:]:
+            yield Finding(kind, "warning", f"at step {event['step']}: {event.get('text', '')}", remedy)
+
+
+def _validation(history: History) -> Iterator[Finding]:
+    every, lines = history.facts.evaluate_every, len(history.lines)
+    due = history.steps[-1] > every if every else lines >= 2 * MIN_HISTORY
+    if due and not np.isfinite(history.column("val_loss")).any():
+        what = f"no validation loss in {lines} lines up to step {history.steps[-1]}: overfitting would not be seen"
+        yield Finding("no_validation", "warning", what, "evaluation.every, of 1 to 5% of training.steps")

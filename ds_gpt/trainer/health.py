@@ -56,11 +56,11 @@ class Verdict:
     good_step: int
 
 
-def spike_limit(losses: Sequence[float], mads: float) -> tuple[float, float]:
-    """Median of `losses`, and the loss from which on it is a spike: `mads` scaled MADs above, and `SPIKE_FLOOR` at least."""
-    middle = median(losses)
-    mad = median(abs(loss - middle) for loss in losses)
-    return middle, middle + max(mads * _MAD_TO_SIGMA * mad, SPIKE_FLOOR)
+def spike_limit(values: Sequence[float], mads: float, floor: float = SPIKE_FLOOR) -> tuple[float, float]:
+    """Median of `values`, and the value from which on it is a spike: `mads` scaled MADs above, and `floor` at least."""
+    middle = median(values)
+    mad = median(abs(value - middle) for value in values)
+    return middle, middle + max(mads * _MAD_TO_SIGMA * mad, floor)
 
 
 class Level:

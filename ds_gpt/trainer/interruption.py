@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType, TracebackType
+
+# Within this time of a Ctrl-C another one is a wrapper's, passing on what the rank has had from the terminal.
+_ECHO_S = 2.0
 
 
 class Interruption:
-    """While active, the first SIGINT or SIGTERM sets ``requested``; a second one of the same kind ends the process.
+    """While active, SIGINT and SIGTERM set ``requested``; Ctrl-C once more, later, ends the process at once.
 
-    Of the same kind, because Ctrl-C reaches a rank twice: as SIGINT from the terminal, and as SIGTERM from the
-    launcher, which had the SIGINT too.
+    A rank is asked more than once without anybody insisting: Ctrl-C in the terminal reaches it from there and as SIGTERM
+    from deepspeed's launcher, and a SIGTERM to all processes of a job, as Slurm sends it, is sent again by the launcher
+    while the rank is saving. So SIGTERM never insists: who wants an end at once has SIGKILL.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._seen: set[int] = set()
+        self._first_ctrl_c_s: float | None = None
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
@@ -29,7 +34,11 @@ class Interruption:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number in self._seen:
-            os._exit(128 + number)  # at once: other threads, and collectives that wait for peers, are not waited for
-        self._seen.add(number)
         self.requested = True
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._first_ctrl_c_s is None:
+            self._first_ctrl_c_s = now
+        elif now - self._first_ctrl_c_s > _ECHO_S:
+            os._exit(128 + number)  # at once: other threads, and collectives that wait for peers, are not waited for

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ds_gpt.checkpoint.folder import retire_after
+from ds_gpt.checkpoint.folder import retire_after, step_of
 from ds_gpt.checkpoint.resume import Loaded, load, newest_intact
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.saver import Saved, SaveError, Saver
@@ -115,12 +115,12 @@ class Keeper:
 
     def _roll_back(self, state: RunState, verdict: Verdict) -> RunState | None:
         self._completed(self._saver.finish, state, last=False)
-        if self._engine.ranks.is_first:  # what was saved since is not to be resumed from either
-            retire_after(self._folder.checkpoints, verdict.good_step)
-        target = newest_intact(self._folder.checkpoints, self._engine.ranks, self._recorder.say)
+        target = newest_intact(self._folder.checkpoints, self._engine.ranks, self._recorder.say, verdict.good_step)
         if target is None:
             self._recorder.event(state.step, "no_rollback", f"no checkpoint from step {verdict.good_step} or before to go back to: set checkpoints.every")
             return None
+        if self._engine.ranks.is_first:  # what was saved since is not to be resumed from either
+            retire_after(self._folder.checkpoints, step_of(target))
         loaded = load(self._engine, target).state
         config = self._run.health
         factor = loaded.factor() * config.lr_factor if state.rollbacks == 0 else state.lr_factor * config.lr_factor

@@ -71,7 +71,7 @@ class Trainer:
                         evaluated = val_loss = self.validation.loss()
                 verdict = self.keeper.health.observe(state.step, result.loss, result.grad_norm, result.applied, result.loss_scale, evaluated)
                 if evaluated is not None or verdict.severity != "ok" or state.step % run.log_every == 0:
-                    recorder.metrics(state, lr, result, evaluated)
+                    recorder.metrics(state, lr, result, evaluated, self.engine.slowest_rank())
                 else:
                     recorder.advance(state.step)
                 with recorder.stopwatch.paused():

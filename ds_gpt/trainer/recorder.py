@@ -17,6 +17,8 @@ from ds_gpt.trainer.measurements import Stopwatch, peak_bytes
 from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.sinks import Metrics, MetricsFile, Sink, TensorBoard
 
+_STRAGGLES = 1.1  # times the others' median; less is noise
+
 
 class Recorder:
     """Turns steps into metrics and hands them to the sinks; on other ranks than the first it has none."""
@@ -45,8 +47,8 @@ class Recorder:
                 sink.close()
             self._sinks.clear()
 
-    def metrics(self, state: RunState, lr: float, result: StepResult, val_loss: float | None) -> None:
-        """Record a step. Losses in nats a token."""
+    def metrics(self, state: RunState, lr: float, result: StepResult, val_loss: float | None, slowest: tuple[int, float] | None) -> None:
+        """Record a step. Losses in nats a token; `slowest` is `Engine.slowest_rank`."""
         speed = self.stopwatch.read()
         metrics: Metrics = {
             "step": state.step,
@@ -65,6 +67,9 @@ class Recorder:
             metrics["skipped"] = 1
         if val_loss is not None:
             metrics["val_loss"] = val_loss
+        if slowest is not None:
+            rank, slowdown = slowest
+            metrics |= {"straggler": rank if slowdown > _STRAGGLES else None, "straggler_slowdown": slowdown}
         metrics |= self._notes
         self._notes = {}
         for sink in self._sinks:

@@ -6,6 +6,7 @@ The test process itself must not be forked: it has run autograd, whose threads d
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import tempfile
 import time
@@ -13,10 +14,70 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+from unittest import mock
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["preload"])
+
+
+def _start_server() -> None:
+    """Start the fork server where it is not running. It gets no sys.path (Python 3.11.7), and skips in silence a
+    preload that it cannot import: every rank would then import PyTorch's compiler for itself, for seconds."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        multiprocessing.forkserver.ensure_running()
+
+
+class Job:
+    """Ranks at work. Leaving the context ends those that still are."""
+
+    def __init__(self, world_size: int, function: Callable[..., Any], *args: Any) -> None:
+        _start_server()
+        self._folder = tempfile.TemporaryDirectory()
+        store = f"file://{Path(self._folder.name) / 'store'}"
+        self._pipes: list[Connection] = []
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(target=_rank_main, args=(rank, world_size, store, sender, function, args))
+            process.start()
+            sender.close()
+            self._pipes.append(receiver)
+            self.processes.append(process)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes:
+            if kind is None:
+                process.join(timeout=5)
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def results(self, deadline_s: float) -> list[Any]:
+        """What the ranks returned, in rank order. A rank that raised, died or is not done in time is an AssertionError."""
+        results: dict[int, Any] = {}
+        end = time.monotonic() + deadline_s
+        while len(results) < len(self._pipes):
+            waited_for = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(waited_for, timeout=max(0, end - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(len(self._pipes))) - set(results))
+                raise AssertionError(f"ranks {missing} were not done after {deadline_s:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died without a word") from None
+                if not ok:
+                    raise AssertionError(f"rank {rank} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 120) -> list[Any]:
@@ -24,44 +85,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
 
     A rank that raises, dies or is not done by the deadline fails the test, and no process outlives the call.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{Path(folder) / 'store'}"
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank_main, args=(rank, world_size, store, sender, function, args))
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        try:
-            return _collect(pipes, deadline_s)
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-
-
-def _collect(pipes: list[Connection], deadline_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    end = time.monotonic() + deadline_s
-    while len(results) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=max(0, end - time.monotonic()))
-        if not ready:
-            missing = sorted(set(range(len(pipes))) - set(results))
-            raise AssertionError(f"ranks {missing} were not done after {deadline_s:.0f} s")
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
-            if not ok:
-                raise AssertionError(f"rank {rank} raised:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+    with Job(world_size, function, *args) as job:
+        return job.results(deadline_s)
 
 
 def _rank_main(rank: int, world_size: int, store: str, sender: Connection, function: Callable[..., Any], args: Any) -> None:

@@ -1,0 +1,92 @@
+"""The folder of a run is new, complete, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import VOCABULARY, tiny
+
+from ds_gpt import __version__
+from ds_gpt.config import ConfigError, RunConfig
+from ds_gpt.data import SyntheticTokenizer, load_tokenizer
+from ds_gpt.trainer.run_folder import RunFolder, check_unused, git_commit
+
+TOKENIZER = SyntheticTokenizer(VOCABULARY)
+
+
+def create(run_dir: str | None = None) -> RunFolder:
+    return RunFolder.create(run_dir, tiny("zero2", 2), TOKENIZER, "digest")
+
+
+def test_names_count_up_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [str(create().path) for _ in range(3)] == ["runs/quickstart", "runs/quickstart-2", "runs/quickstart-3"]
+    Path("runs/quickstart-4").write_text("a file of that name")
+    assert str(create().path) == "runs/quickstart-5"
+    assert Path("runs/quickstart-4").read_text() == "a file of that name"
+
+
+def test_runs_that_start_together_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        folders = list(threads.map(lambda _: create().path, range(24)))
+    assert len(set(folders)) == 24
+
+
+def test_what_is_written_down(tmp_path: Path) -> None:
+    folder, composed = create(str(tmp_path / "a" / "b")), tiny("zero2", 2)
+    assert folder.path == tmp_path / "a" / "b"
+    assert RunConfig.model_validate(yaml.safe_load((folder.path / "run.yaml").read_text())) == composed.run
+    assert json.loads((folder.path / "deepspeed.json").read_text()) == composed.deepspeed
+    assert load_tokenizer(folder.path / "tokenizer.json") == TOKENIZER
+    environment = json.loads((folder.path / "environment.json").read_text())
+    assert environment["world_size"] == 2 and environment["device"] == "CPU" and environment["precision"] == "fp32"
+    assert environment["dataset_digest"] == "digest"
+    assert environment["versions"]["ds_gpt"] == __version__ and environment["versions"].keys() == {"ds_gpt", "torch", "deepspeed", "numpy"}
+
+
+def refused(function: object, *arguments: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)  # type: ignore[operator]
+    (problem,) = caught.value.problems
+    assert problem.fix
+    return problem.what
+
+
+def test_a_chosen_folder_must_be_empty(tmp_path: Path) -> None:
+    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
+    empty.mkdir()
+    full.mkdir()
+    (full / "x").touch()
+    file.touch()
+    check_unused(str(empty))
+    check_unused(str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists(), "looking creates nothing"
+    assert f"--run-dir '{full}' is not empty" == refused(check_unused, str(full))
+    assert "is not empty" in refused(check_unused, str(file))
+    create(str(empty))
+    assert "File exists" in refused(create, str(empty)), "also where both runs looked while it was empty"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert f"'{tmp_path}/file/run' cannot be written: Not a directory" in refused(create, str(tmp_path / "file" / "run"))
+    monkeypatch.chdir(tmp_path)
+    Path("runs").touch()
+    assert "'runs/quickstart' cannot be written: File exists" in refused(create)
+
+
+def test_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = git_commit()
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+    def no_git(*arguments: object, **options: object) -> None:
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert git_commit() is None
