@@ -55,7 +55,7 @@ def guard_plain_optimizer(engine: Any) -> None:
         # Gradients are already averaged over the ranks, so every rank finds the same norm and decides alike.
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         optimizer._global_grad_norm = norm
-        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer.overflow = not math.isfinite(norm)
         if not optimizer.overflow:
             take_step()
 
