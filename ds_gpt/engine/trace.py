@@ -13,12 +13,13 @@ Not in it: the CUDA context, NCCL's buffers, and what the caching allocator hold
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -320,13 +321,13 @@ def _pretend(composed: Composed) -> Any:
         DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
     deepspeed = import_deepspeed("cpu")
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     # Numbers that are read out of tensors: no overflow, a positive norm.
     fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = _number
     nn.Module._apply = _apply
-    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
-
     for check in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
         setattr(coordinator, check, lambda *args, **kwargs: None)
     _as_on_a_gpu(composed)
@@ -360,49 +361,73 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 def _as_on_a_gpu(composed: Composed) -> None:
     """Dropout and attention keep what the CUDA kernels keep."""
     import ds_gpt.engine.activation_checkpointing as activation_checkpointing
-    import ds_gpt.model.attention as attention
 
-    dropout, attend = nn.functional.dropout, nn.functional.scaled_dot_product_attention
-
-    def masked(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return torch.native_dropout(x, p, True)[0] if training and p > 0 else dropout(x, p, training, inplace)
-
-    def fused(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-        return attend(*args, **kwargs)
-
-    nn.functional.dropout = masked
-    attention.F.scaled_dot_product_attention = fused
-    if composed.run.model.dropout > 0:  # the selective policy runs attention again where it has dropout
-        activation_checkpointing._ATTENTION_DROPOUT_ARGUMENT = {}
+    nn.functional.dropout = _dropout
+    nn.functional.scaled_dot_product_attention = _attention
+    # The selective policy runs attention again where it has dropout.
+    activation_checkpointing._attention_dropout = lambda *args: composed.run.model.dropout
 
 
-def trace_elsewhere(config: str, deepspeed_config: str, hardware: Hardware, overrides: Iterable[str], deadline_s: float = 900) -> Trace:
-    """`trace` in a process of its own.
+_torch_dropout, _torch_attention = nn.functional.dropout, nn.functional.scaled_dot_product_attention
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else _torch_dropout(x, p, training, inplace)
+
+
+def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
+    return _torch_attention(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to trace: the arguments of ``ds_gpt.config.load``."""
+
+    config: str
+    deepspeed_config: str
+    hardware: Hardware
+    overrides: tuple[str, ...] = ()
+
+
+def trace_elsewhere(requests: Sequence[Request], deadline_s: float = 900) -> list[Trace]:
+    """`trace` of each request, in a process of their own.
 
     Raises:
-        ConfigError: it fails or is not done in time.
+        ConfigError: a request cannot be composed, a trace fails, or they are not done in time.
     """
-    request = {"config": config, "deepspeed_config": deepspeed_config, "hardware": asdict(hardware), "overrides": list(overrides)}
+    for request in requests:
+        _load(request)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "ds_gpt.engine.trace"]
+    asked = json.dumps([asdict(request) for request in requests])
     try:
-        process = subprocess.run(
-            [sys.executable, "-m", "ds_gpt.engine.trace"], input=json.dumps(request), capture_output=True, text=True, env=environment, timeout=deadline_s
-        )  # fmt: skip
+        process = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, timeout=deadline_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(Problem(f"the trace was not done after {deadline_s:.0f} s", fix="trace a model with fewer layers, or plan without --trace")) from None
     if process.returncode:
-        last = process.stderr.strip().splitlines()[-12:]
-        raise ConfigError(Problem("the trace failed: " + "\n".join(last), fix="plan without --trace; the analytic figures do not need it"))
-    answer = json.loads(process.stdout.splitlines()[-1])
-    return Trace(**{**answer, "phases": tuple(Phase(**phase) for phase in answer["phases"])})
+        last = "\n".join(process.stderr.strip().splitlines()[-12:])
+        raise ConfigError(Problem(f"the trace failed: {last}", fix="plan without --trace; the analytic figures do not need it"))
+    answers = json.loads(process.stdout.splitlines()[-1])
+    return [Trace(**{**answer, "phases": tuple(Phase(**phase) for phase in answer["phases"])}) for answer in answers]
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    return asdict(trace(_load(Request(**{**request, "hardware": Hardware(**request["hardware"])}))))
+
+
+def _load(request: Request) -> Composed:
+    return load(request.config, request.deepspeed_config, request.hardware, request.overrides)
 
 
 def main() -> None:
-    """One JSON request on standard input, one JSON line on standard output."""
-    request = json.load(sys.stdin)
-    composed = load(request["config"], request["deepspeed_config"], Hardware(**request["hardware"]), request["overrides"])
-    print(json.dumps(asdict(trace(composed))))
+    """A JSON list of requests on standard input, a JSON list of traces on standard output."""
+    from ds_gpt.engine.deepspeed_import import import_deepspeed
+
+    requests = json.load(sys.stdin)
+    import_deepspeed("cpu")  # once; each trace is a fork, because torch and DeepSpeed keep much of an engine for good
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(json.dumps(pool.map(_answer, requests, chunksize=1)))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked_ranks import run_ranks
 from tiny import CONFIGS
 
 from ds_gpt.config import Composed, ConfigError, Hardware, load
-from ds_gpt.engine.trace import Phase, Trace, trace_elsewhere
+from ds_gpt.engine.trace import Request, Trace, trace_elsewhere
 
 MIB = 2**20
 MODEL = ("model.layers=3", "model.width=96", "model.heads=4", "model.context=64", "model.vocab_size=517", "batch.global_batch_size=8", "batch.micro_batch_size=2")
@@ -29,33 +29,46 @@ CASES = {
 }  # fmt: skip
 
 
-def composed(case: str, world_size: int = 2) -> tuple[str, list[str], Hardware, Composed]:
+RUN = str(CONFIGS / "runs" / "quickstart.yaml")
+
+
+def request(case: str, world_size: int = 2) -> Request:
     deepspeed, overrides = CASES[case]
-    hardware, settings = Hardware("cuda", "NVIDIA A100-SXM4-40GB", world_size, bf16=True), [*MODEL, *overrides]
-    path = str(CONFIGS / f"{deepspeed}.json")
-    return path, settings, hardware, load(CONFIGS / "runs" / "quickstart.yaml", path, hardware, settings)
+    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", world_size, bf16=True)
+    return Request(RUN, str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *overrides))
 
 
 def measured(ranks: Any, run: Composed) -> Trace:
+    """What a real rank allocates, less what only gloo does."""
     from ds_gpt.engine.trace import Allocations, measure
 
     dispatch = Allocations.__torch_dispatch__
 
     def patient(self: Allocations, func: Any, *args: Any) -> Any:
+        before = self._serial
         result = dispatch(self, func, *args)
         if func.namespace == "c10d":
             time.sleep(0.02)  # gloo's threads let go of a collective's tensors a moment after it is done
+        if func is torch.ops.aten.split.Tensor and self._serial > before:
+            # A view of what nobody made: the copy that gloo's reduce-scatter works in, and NCCL's does not.
+            serial, _ = self.events.pop()
+            self._live = {address: (number, 0 if number == serial else size) for address, (number, size) in self._live.items()}
         return result
 
     Allocations.__torch_dispatch__ = patient
     return measure(run, ranks)
 
 
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    return dict(zip(CASES, trace_elsewhere([request(case) for case in CASES]), strict=True))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_trace_is_what_real_ranks_allocate(case: str) -> None:
-    path, settings, hardware, run = composed(case)
-    real = run_ranks(2, measured, run)[0]
-    traced = trace_elsewhere(str(CONFIGS / "runs" / "quickstart.yaml"), path, hardware, settings)
+def test_the_trace_is_what_real_ranks_allocate(case: str, traces: dict[str, Trace]) -> None:
+    asked = request(case)
+    real = run_ranks(2, measured, load(asked.config, asked.deepspeed_config, asked.hardware, asked.overrides))[0]
+    traced = traces[case]
     assert [phase.name for phase in traced.phases] == [phase.name for phase in real.phases]
     assert traced.peak_bytes > MIB
     for ours, theirs in zip(traced.phases, real.phases, strict=True):
@@ -63,3 +76,22 @@ def test_the_trace_is_what_real_ranks_allocate(case: str) -> None:
         assert abs(ours.peak_bytes - theirs.peak_bytes) < 0.1 * MIB, (ours, theirs)
     for kind in ("weights", "masters", "moments", "gradients"):
         assert abs(traced.resident.get(kind, 0) - real.resident.get(kind, 0)) < 0.1 * MIB, kind
+
+
+def test_a_trace_of_1024_ranks_shards_what_2_ranks_do(traces: dict[str, Trace]) -> None:
+    settings = ("batch.global_batch_size=2048",)
+    asked = request("zero2-fp32", world_size=1024)
+    (many,) = trace_elsewhere([replace(asked, overrides=(*asked.overrides, *settings))])
+    few = traces["zero2-fp32"]
+    assert many.resident["weights"] == pytest.approx(few.resident["weights"], rel=0.02)
+    assert many.resident["moments"] < few.resident["moments"] / 100
+
+
+def test_what_cannot_be_composed_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such.yaml' does not exist"):
+        trace_elsewhere([replace(request("zero2-fp32"), config=str(tmp_path / "no_such.yaml"))])
+
+
+def test_a_trace_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(ConfigError, match="not done after 0 s"):
+        trace_elsewhere([request("zero2-fp32")], deadline_s=0.2)
