@@ -1,0 +1,150 @@
+"""What the planner needs to know of a composed run, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ds_gpt.config import Composed, ConfigError, ModelConfig, Problem
+
+# DeepSpeed's own numbers where the JSON says nothing.
+_DEFAULTS = {
+    "reduce_bucket_size": 5e8,
+    "stage3_prefetch_bucket_size": 5e7,
+    "stage3_param_persistence_threshold": 1e5,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model.
+
+    Attributes:
+        name: where it stands within its block, or in the model.
+        elements: how many numbers it holds.
+        offset: elements before it in its optimizer group (matrices, or biases and norms).
+        matrix: which of the two groups.
+    """
+
+    name: str
+    elements: int
+    offset: int
+    matrix: bool
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A run on one rank, as numbers.
+
+    Attributes:
+        model: the GPT.
+        stage: ZeRO stage.
+        ranks: data-parallel ranks.
+        micro_batch: sequences a rank takes at a time.
+        accumulation: micro-steps per optimizer step.
+        policy: activation checkpointing: None, "full" or "selective".
+        precision: what the model computes in.
+        element: bytes of a weight or an activation.
+        accumulates_fp32: whether gradients are summed in fp32 at ZeRO 1 and above.
+        moments: fp32 numbers that the optimizer keeps for each weight.
+        buckets: bucket sizes in elements, by DeepSpeed's key.
+        overlap: whether ZeRO keeps two reduce buckets.
+        offload_optimizer: whether masters and moments are in host memory.
+        offload_weights: whether the weights' shards are, too.
+    """
+
+    model: ModelConfig
+    stage: int
+    ranks: int
+    micro_batch: int
+    accumulation: int
+    policy: str | None
+    precision: str
+    element: int
+    accumulates_fp32: bool
+    moments: int
+    buckets: dict[str, int]
+    overlap: bool
+    offload_optimizer: bool
+    offload_weights: bool
+
+    @classmethod
+    def of(cls, composed: Composed) -> Shapes:
+        """Read them off a composed run.
+
+        Raises:
+            ConfigError: what the planner has no figures for.
+        """
+        values = composed.deepspeed
+        zero = values["zero_optimization"]
+        if values.get("torch_autocast", {}).get("enabled"):
+            raise ConfigError(
+                Problem("torch_autocast is enabled", "the planner knows bf16, fp16 and fp32 weights only", 'use "bf16": {"enabled": true}')
+            )
+        if composed.run.model.vocab_size == "auto":
+            raise ConfigError(
+                Problem(
+                    "model.vocab_size is \"auto\"",
+                    "the logits are V wide, and only the tokenizer knows V",
+                    "--set model.vocab_size=N: about 100 for a character tokenizer, 50304 for GPT-2's",
+                )
+            )
+        stage, precision = composed.zero_stage, composed.precision
+        overlap = zero.get("overlap_comm")
+        return cls(
+            composed.run.model,
+            stage,
+            composed.hardware.world_size,
+            composed.micro_batch_size,
+            composed.accumulation_steps,
+            composed.checkpoint_policy,
+            precision,
+            4 if precision == "fp32" else 2,
+            precision == "fp32" or values.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+            2 if composed.run.optimizer.name == "adamw" else 0,
+            {key: int(zero.get(key, default)) for key, default in _DEFAULTS.items()},
+            stage == 3 if overlap is None else bool(overlap),
+            _offloads(zero, "offload_optimizer"),
+            _offloads(zero, "offload_param"),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of one rank."""
+        return self.micro_batch * self.model.context
+
+    def shard(self, elements: int) -> int:
+        """Elements that one rank keeps of so many."""
+        return -(-elements // self.ranks)
+
+
+def _offloads(zero: dict[str, Any], section: str) -> bool:
+    return (zero.get(section) or {}).get("device", "none") != "none"
+
+
+def parameters_of(model: ModelConfig) -> list[Parameter]:
+    """Every parameter, in the model's order."""
+    offsets = {True: 0, False: 0}
+    result = []
+    for name, elements, matrix in _sizes(model):
+        result.append(Parameter(name, elements, offsets[matrix], matrix))
+        offsets[matrix] += elements
+    return result
+
+
+def _sizes(model: ModelConfig) -> Iterator[tuple[str, int, bool]]:
+    width, hidden = model.width, model.hidden_width
+    yield "tokens", model.vocabulary * width, True
+    yield "positions", model.context * width, True
+    for _ in range(model.layers):
+        yield from (("norm", width, False), ("norm", width, False))
+        yield from (("qkv", 3 * width * width, True), ("qkv bias", 3 * width, False), ("out", width * width, True), ("out bias", width, False))
+        yield from (("norm", width, False), ("norm", width, False))
+        yield from (("up", width * hidden, True), ("up bias", hidden, False), ("down", hidden * width, True), ("down bias", width, False))
+    yield from (("norm", width, False), ("norm", width, False))
+
+
+BLOCK_PARAMETERS = 12

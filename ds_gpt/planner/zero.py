@@ -1,0 +1,284 @@
+"""Where weights, gradients and optimizer state are in each ZeRO stage, and what reducing the gradients costs on the way.
+
+Each class follows one of DeepSpeed 0.19's optimizers and is called as the backward pass calls it: `ready` for each
+gradient when it is complete, `reduce` when the backward pass is over, `step`. ``tests/planner`` compares them with
+the trace of the real thing.
+"""
+
+from __future__ import annotations
+
+from ds_gpt.planner.ledger import Ledger
+from ds_gpt.planner.shapes import Parameter, Shapes
+
+WEIGHTS, MASTERS, MOMENTS, GRADIENTS, BUCKETS, GATHERED = "weights", "masters", "moments", "gradients", "buckets", "gathered weights"
+_DDP_BUCKET = 500_000_000  # elements; DeepSpeed's own, not configurable
+
+
+class Sharding:
+    """ZeRO 0: every rank holds everything. Gradients wait until the end, then go through one flat copy at a time."""
+
+    def __init__(self, shapes: Shapes, parameters: list[Parameter], ledger: Ledger) -> None:
+        self.shapes, self.parameters, self.ledger = shapes, parameters, ledger
+        self.elements = sum(parameter.elements for parameter in parameters)
+        self.host_bytes = 0
+        self.largest = max(parameter.elements for parameter in parameters)
+        self.build()
+
+    def build(self) -> None:
+        """What is held for as long as the run lasts."""
+        self.hold(self.elements, self.elements)
+
+    def hold(self, weights: int, trained: int) -> None:
+        """Weights that the model computes with; fp32 masters and moments of those that this rank steps."""
+        shapes = self.shapes
+        has_masters = shapes.element < 4 or shapes.stage > 0
+        self._put(WEIGHTS, weights * shapes.element, shapes.offload_weights)
+        self._put(MASTERS, 4 * trained * has_masters, shapes.offload_optimizer)
+        self._put(MOMENTS, 4 * trained * shapes.moments, shapes.offload_optimizer)
+
+    def _put(self, kind: str, size: int, on_host: bool) -> None:
+        if on_host:
+            self.host_bytes += size
+        else:
+            self.ledger.take(kind, size)
+
+    def begin(self) -> None:
+        """The backward pass begins."""
+
+    def gather(self, index: int, count: int) -> None:
+        """The parameters from `index` are about to be used in the forward pass."""
+
+    def gather_again(self, index: int, count: int) -> None:
+        """The same in the backward pass."""
+
+    def release(self, index: int, count: int) -> None:
+        """They have been, in the backward pass."""
+
+    def ready(self, parameter: Parameter) -> None:
+        """A gradient, which is on the ledger, is complete. Here it stays."""
+
+    def reduce(self, last: bool) -> None:
+        """The backward pass is over; `last`: of the accumulation."""
+        if last:
+            chunk = self.elements if self.elements <= _DDP_BUCKET else self._largest_bucket()
+            self.ledger.take(BUCKETS, chunk * self.shapes.element)
+            self.ledger.give(BUCKETS, chunk * self.shapes.element)
+
+    def _largest_bucket(self) -> int:
+        largest = filled = 0
+        for parameter in self.parameters:
+            filled += parameter.elements
+            largest = max(largest, filled)
+            filled = 0 if filled > _DDP_BUCKET else filled
+        return largest
+
+    def step(self) -> None:
+        """The optimizer step; the gradients are gone afterwards."""
+        if self.shapes.element < 4:  # all gradients in fp32, beside what they were copied from
+            self.ledger.take(GRADIENTS, 4 * self.elements)
+            self.ledger.give(GRADIENTS, 4 * self.elements)
+        self.ledger.give(GRADIENTS, self.shapes.element * self.elements)
+
+
+class Bf16Optimizer(Sharding):
+    """ZeRO 1, bf16 weights, fp32 accumulation: the fp32 gradients of the whole model live for ever on every rank."""
+
+    def build(self) -> None:
+        self.hold(self.elements, self.shapes.shard(self.elements))
+        self.ledger.take(GRADIENTS, 4 * self.elements)
+
+    def reduce(self, last: bool) -> None:
+        self.ledger.take(GRADIENTS, 4 * self.largest)  # one at a time is added in fp32
+        self.ledger.give(GRADIENTS, 4 * self.largest)
+        if last:
+            matrices = sum(parameter.elements for parameter in self.parameters if parameter.matrix)
+            # The flat fp32 buffers are concatenated where both go into one bucket, and sent in bf16.
+            size = 2 * matrices if matrices > _DDP_BUCKET else 6 * self.elements
+            self.ledger.take(BUCKETS, size)
+            self.ledger.give(BUCKETS, size)
+        if not last:
+            self.ledger.give(GRADIENTS, 2 * self.elements)
+
+    def step(self) -> None:
+        self.ledger.give(GRADIENTS, 2 * self.elements)
+
+
+class Stage1(Sharding):
+    """ZeRO 1 otherwise: gradients wait until the end, then go through the bucket into this rank's shard."""
+
+    def build(self) -> None:
+        self.hold(self.elements, self.shapes.shard(self.elements))
+        self.kept = 0
+        self.filled = 0
+        self.waiting = 0
+
+    def _keep_shard(self) -> None:
+        size = self.shapes.shard(self.elements) * (4 if self.shapes.accumulates_fp32 else self.shapes.element)
+        if not self.kept and not self.shapes.offload_optimizer:
+            self.ledger.take(GRADIENTS, size)
+            self.kept = size
+
+    def _bucket_bytes(self) -> int:
+        return self.shapes.buckets["reduce_bucket_size"] * self.shapes.element * (2 if self.shapes.overlap else 1)
+
+    def _fill(self, parameter: Parameter) -> None:
+        size = self.shapes.element * parameter.elements
+        limit = self.shapes.buckets["reduce_bucket_size"]
+        if self.filled + parameter.elements > limit:
+            self._flush()
+        self.filled += parameter.elements
+        self.largest_waiting = max(self.largest_waiting, self._converted(parameter))
+        if parameter.elements > limit:  # too large for the bucket: sent as it is
+            self.waiting += size
+        else:
+            self.ledger.give(GRADIENTS, size)
+
+    def _converted(self, parameter: Parameter) -> int:
+        """Bytes of the fp32 copy by which a gradient, or the part of it in rank 0's shard, is added to the shard."""
+        group = sum(other.elements for other in self.parameters if other.matrix == parameter.matrix)
+        mine = min(parameter.elements, max(0, self.shapes.shard(group) - parameter.offset))
+        return 4 * mine if self.shapes.accumulates_fp32 and self.shapes.element < 4 else 0
+
+    def _flush(self) -> None:
+        if not self.filled:
+            return
+        self._keep_shard()
+        copy = self.filled * self.shapes.element
+        self.ledger.take(BUCKETS, copy + self.largest_waiting)
+        self.ledger.give(BUCKETS, copy + self.largest_waiting)
+        self.ledger.give(GRADIENTS, self.waiting)
+        self.filled = self.waiting = self.largest_waiting = 0
+
+    largest_waiting = 0
+
+    def reduce(self, last: bool) -> None:
+        self.ledger.take(BUCKETS, self._bucket_bytes())
+        for parameter in self.parameters:
+            self._fill(parameter)
+        self._flush()
+        self.ledger.give(BUCKETS, self._bucket_bytes())
+
+    def step(self) -> None:
+        converted = max(self._converted(parameter) for parameter in self.parameters)
+        if not self.shapes.offload_optimizer:
+            fp32 = 0 if self.shapes.accumulates_fp32 else 4 * self.shapes.shard(self.elements)
+            self.ledger.take(GRADIENTS, max(converted, fp32))
+            self.ledger.give(GRADIENTS, max(converted, fp32))
+        self.ledger.give(GRADIENTS, self.kept)
+        self.kept = 0
+
+
+class Stage2(Stage1):
+    """ZeRO 2: each gradient goes into the bucket as soon as it is complete."""
+
+    open = False
+
+    def ready(self, parameter: Parameter) -> None:
+        if not self.open:
+            self.ledger.take(BUCKETS, self._bucket_bytes())
+            self.open = True
+        self._fill(parameter)
+
+    def reduce(self, last: bool) -> None:
+        self._flush()
+        self.ledger.give(BUCKETS, self._bucket_bytes())
+        self.open = False
+
+
+class Stage3(Stage2):
+    """ZeRO 3: weights too are sharded, gathered as the modules are called, and dropped when too many are live."""
+
+    def build(self) -> None:
+        super().build()
+        shapes = self.shapes
+        threshold = shapes.buckets["stage3_param_persistence_threshold"]
+        persistent = sum(p.elements for p in self.parameters if p.elements < threshold)
+        self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
+        self.ledger.give(WEIGHTS, 0 if shapes.offload_weights else self.elements * shapes.element)
+        self.host_bytes -= self.elements * shapes.element if shapes.offload_weights else 0
+        self._put(WEIGHTS, shapes.shard(self.elements) * shapes.element, shapes.offload_weights)
+        self.ledger.take(WEIGHTS, persistent * shapes.element)
+        self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
+        self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
+        self.live: dict[int, int] = {}
+        self.backward = False
+
+    def _fetch(self, indices: range, ahead: range) -> None:
+        """Gather what a module needs now, and prefetch what follows up to the prefetch bucket."""
+        element, budget = self.shapes.element, self.shapes.buckets["stage3_prefetch_bucket_size"]
+        limit = self.shapes.buckets["stage3_max_live_parameters"]
+        self._gather([index for index in indices if index not in self.live and index not in self.persistent], element)
+        fetched: list[int] = []
+        total = 0
+        for index in ahead:
+            size = self.parameters[index].elements
+            if index in self.live or index in self.persistent:
+                continue
+            if total + size > budget or sum(self.live.values()) + total + size > limit:
+                break
+            fetched.append(index)
+            total += size
+        self._gather(fetched, element)
+
+    def _gather(self, indices: list[int], element: int) -> None:
+        if not indices:
+            return
+        flat = sum(self.parameters[index].elements for index in indices) * element
+        for index in indices:
+            self.live[index] = self.parameters[index].elements
+        self.ledger.take(GATHERED, flat)
+        if len(indices) > 1:  # gathered as one, then cut into parameters
+            self.ledger.take(GATHERED, flat)
+            self.ledger.give(GATHERED, flat)
+
+    def gather(self, index: int, count: int) -> None:
+        self._fetch(range(index, index + count), range(index + count, len(self.parameters)))
+        reach = self.shapes.buckets["stage3_max_reuse_distance"]
+        if self.elements > min(reach, self.shapes.buckets["stage3_max_live_parameters"]):
+            # Too far from its use in the backward pass to be kept, except for the last ones.
+            after = 2 * sum(parameter.elements for parameter in self.parameters[index + count :])
+            if after > reach or sum(self.live.values()) > self.shapes.buckets["stage3_max_live_parameters"]:
+                self._drop(range(index, index + count))
+
+    def gather_again(self, index: int, count: int) -> None:
+        self._fetch(range(index, index + count), range(index - 1, -1, -1))
+
+    def release(self, index: int, count: int) -> None:
+        self._drop(range(index, index + count))
+
+    def _drop(self, indices: range) -> None:
+        for index in indices:
+            self.ledger.give(GATHERED, self.live.pop(index, 0) * self.shapes.element)
+
+    def _keep_shard(self) -> None:
+        """It is there from the build on."""
+
+    def _converted(self, parameter: Parameter) -> int:
+        return 0
+
+    def ready(self, parameter: Parameter) -> None:
+        self._fill(parameter)
+
+    def _flush(self) -> None:
+        if self.filled:
+            converted = self.shapes.shard(self.filled) * 4 if self.shapes.element < 4 else 0
+            self.ledger.take(BUCKETS, converted)
+            self.ledger.give(BUCKETS, converted)
+        super()._flush()
+
+    def reduce(self, last: bool) -> None:
+        self._flush()
+
+    def step(self) -> None:
+        """The shard of the gradients stays."""
+        shard = 4 * self.shapes.shard(self.elements)
+        if not self.shapes.offload_optimizer:
+            self.ledger.take(GRADIENTS, shard)
+            self.ledger.give(GRADIENTS, shard)
+
+
+def sharding(shapes: Shapes, parameters: list[Parameter], ledger: Ledger) -> Sharding:
+    """What DeepSpeed picks for this stage and precision."""
+    if shapes.stage == 1 and shapes.precision == "bf16" and shapes.accumulates_fp32 and not shapes.offload_optimizer:
+        return Bf16Optimizer(shapes, parameters, ledger)
+    return (Sharding, Stage1, Stage2, Stage3)[shapes.stage](shapes, parameters, ledger)
