@@ -32,6 +32,7 @@ _PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("T4", 65e12, 8.1e12),
     ("RTX 4090", 165.2e12, 82.6e12),
     ("RTX 3090", 71e12, 35.6e12),
+    ("MI300X", 1307e12, 654e12),
 )
 
 
