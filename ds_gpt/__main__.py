@@ -8,6 +8,7 @@ from importlib import import_module
 from ds_gpt import __version__
 
 VERBS = {
+    "plan": "predict memory and speed on GPUs that you do not have: what fits, what is fastest, and why",
     "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
     "show-config": "print the composed configuration and who owns each number",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",

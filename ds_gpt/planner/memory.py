@@ -76,7 +76,7 @@ class _Walk:
         self.log_sum = 4 * shapes.tokens * model.heads
         self.logits = shapes.tokens * model.vocabulary  # elements
         # At ZeRO 0 and 1 gradients wait; where they were accumulated before, each new one is added in place and freed.
-        self.in_place = accumulated and shapes.stage <= 1 and not (shapes.stage == 1 and shapes.accumulates_fp32 and shapes.element < 4)
+        self.in_place = accumulated and shapes.stage <= 1
 
     def micro_step(self, last: bool) -> None:
         """Forward, loss, backward."""
@@ -85,6 +85,7 @@ class _Walk:
         for layer in range(layers):
             self.zero.gather(2 + layer * BLOCK_PARAMETERS, BLOCK_PARAMETERS)
             self._forward(kept=self.shapes.policy)
+        self.zero.gather(len(self.parameters) - 2, 2)
         ledger.take(ACTIVATIONS, self.x + self.statistics)  # the final norm
         ledger.take(LOGITS, self.logits * self.shapes.element)
         copy = 4 * self.logits if self.shapes.element < 4 else 0
@@ -184,8 +185,6 @@ class _Walk:
         """One block. The gradient of its output is held as BACKWARD; in the end that of its input is."""
         ledger, x, h = self.ledger, self.x, self.h
         self._recompute()
-        if self.shapes.policy == "selective" and not self.mask:
-            ledger.give(ACTIVATIONS, 0)
         dropped = x if self.mask else 0
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
@@ -240,4 +239,4 @@ class _Walk:
             ledger.give(GRADIENTS, tokens.elements * element)
         else:
             self.zero.ready(tokens)
-        ledger.give(LOGITS, 0)
+        self.zero.release(0, 2)

@@ -7,6 +7,8 @@ the trace of the real thing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
 
@@ -96,11 +98,9 @@ class Bf16Optimizer(Sharding):
             size = 2 * matrices if matrices > _DDP_BUCKET else 6 * self.elements
             self.ledger.take(BUCKETS, size)
             self.ledger.give(BUCKETS, size)
-        if not last:
-            self.ledger.give(GRADIENTS, 2 * self.elements)
 
     def step(self) -> None:
-        self.ledger.give(GRADIENTS, 2 * self.elements)
+        self.ledger.give(GRADIENTS, 2 * self.elements)  # cleared between micro-steps, but not freed
 
 
 class Stage1(Sharding):
@@ -108,15 +108,33 @@ class Stage1(Sharding):
 
     def build(self) -> None:
         self.hold(self.elements, self.shapes.shard(self.elements))
-        self.kept = 0
-        self.filled = 0
-        self.waiting = 0
+        self.kept = self.kept_again = 0
+        self.filled = self.filled_parameters = self.waiting = self.largest_waiting = 0
+        self.open = self.fills_shard = False
+        groups = {matrix: sum(p.elements for p in self.parameters if p.matrix == matrix) for matrix in (True, False)}
+        self.mine = {matrix: self.shapes.shard(elements) for matrix, elements in groups.items()}
+        # Rank 0's shard with the parameters at its end whole.
+        self.mine_whole = sum(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+
+    @property
+    def _compact(self) -> bool:
+        """Whether low-precision gradients are added to fp32 ones."""
+        return self.shapes.accumulates_fp32 and self.shapes.element < 4
 
     def _keep_shard(self) -> None:
-        size = self.shapes.shard(self.elements) * (4 if self.shapes.accumulates_fp32 else self.shapes.element)
-        if not self.kept and not self.shapes.offload_optimizer:
+        """Where this rank's share goes. In the gradients' own precision each micro-step makes it anew, to be added afterwards."""
+        if self.shapes.offload_optimizer:
+            return
+        size = 4 * self.shapes.shard(self.elements) if self._compact else self.shapes.element * self.mine_whole
+        if not self.kept:
             self.ledger.take(GRADIENTS, size)
             self.kept = size
+            self.first = True
+        elif not self._compact and not self.kept_again and not self.first:
+            self.ledger.take(GRADIENTS, size)
+            self.kept_again = size
+
+    first = False
 
     def _bucket_bytes(self) -> int:
         return self.shapes.buckets["reduce_bucket_size"] * self.shapes.element * (2 if self.shapes.overlap else 1)
@@ -127,6 +145,8 @@ class Stage1(Sharding):
         if self.filled + parameter.elements > limit:
             self._flush()
         self.filled += parameter.elements
+        self.filled_parameters += 1
+        self.fills_shard |= parameter.offset < self.mine[parameter.matrix]
         self.largest_waiting = max(self.largest_waiting, self._converted(parameter))
         if parameter.elements > limit:  # too large for the bucket: sent as it is
             self.waiting += size
@@ -135,35 +155,52 @@ class Stage1(Sharding):
 
     def _converted(self, parameter: Parameter) -> int:
         """Bytes of the fp32 copy by which a gradient, or the part of it in rank 0's shard, is added to the shard."""
-        group = sum(other.elements for other in self.parameters if other.matrix == parameter.matrix)
-        mine = min(parameter.elements, max(0, self.shapes.shard(group) - parameter.offset))
-        return 4 * mine if self.shapes.accumulates_fp32 and self.shapes.element < 4 else 0
+        mine = min(parameter.elements, max(0, self.mine[parameter.matrix] - parameter.offset))
+        return 4 * mine if self._compact else 0
 
     def _flush(self) -> None:
         if not self.filled:
             return
-        self._keep_shard()
-        copy = self.filled * self.shapes.element
-        self.ledger.take(BUCKETS, copy + self.largest_waiting)
-        self.ledger.give(BUCKETS, copy + self.largest_waiting)
+        if self._compact and self.fills_shard:
+            self._keep_shard()
+        # What is sent is a flat copy of the bucket; of a single tensor there is none.
+        copy = (self.filled * self.shapes.element if self.filled_parameters > 1 else 0) + self.largest_waiting
+        self.ledger.take(BUCKETS, copy)
+        self.ledger.give(BUCKETS, copy)
+        if self.fills_shard:
+            self._keep_shard()
+        self.fills_shard = False
         self.ledger.give(GRADIENTS, self.waiting)
-        self.filled = self.waiting = self.largest_waiting = 0
+        self.filled = self.filled_parameters = self.waiting = self.largest_waiting = 0
 
-    largest_waiting = 0
+    def _open(self) -> None:
+        if not self.open:
+            self.ledger.take(BUCKETS, self._bucket_bytes())
+            self.open = True
 
-    def reduce(self, last: bool) -> None:
-        self.ledger.take(BUCKETS, self._bucket_bytes())
-        for parameter in self.parameters:
-            self._fill(parameter)
+    def _close(self) -> None:
         self._flush()
         self.ledger.give(BUCKETS, self._bucket_bytes())
+        self.ledger.give(GRADIENTS, self.kept_again)
+        self.open, self.kept_again, self.first = False, 0, False
+
+    def ready(self, parameter: Parameter) -> None:
+        self._open()
+
+    def reduce(self, last: bool) -> None:
+        if not last:
+            return
+        for parameter in self.parameters:
+            self._fill(parameter)
+        self._close()
 
     def step(self) -> None:
-        converted = max(self._converted(parameter) for parameter in self.parameters)
+        """The norm is of one parameter at a time, in wider numbers; gradients that are not compact are flattened."""
         if not self.shapes.offload_optimizer:
-            fp32 = 0 if self.shapes.accumulates_fp32 else 4 * self.shapes.shard(self.elements)
-            self.ledger.take(GRADIENTS, max(converted, fp32))
-            self.ledger.give(GRADIENTS, max(converted, fp32))
+            largest = max(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+            size = 4 * largest if self._compact else max(2 * self.shapes.element * largest, 4 * max(self.mine.values()))
+            self.ledger.take(GRADIENTS, size)
+            self.ledger.give(GRADIENTS, size)
         self.ledger.give(GRADIENTS, self.kept)
         self.kept = 0
 
@@ -171,18 +208,12 @@ class Stage1(Sharding):
 class Stage2(Stage1):
     """ZeRO 2: each gradient goes into the bucket as soon as it is complete."""
 
-    open = False
-
     def ready(self, parameter: Parameter) -> None:
-        if not self.open:
-            self.ledger.take(BUCKETS, self._bucket_bytes())
-            self.open = True
+        self._open()
         self._fill(parameter)
 
     def reduce(self, last: bool) -> None:
-        self._flush()
-        self.ledger.give(BUCKETS, self._bucket_bytes())
-        self.open = False
+        self._close()
 
 
 class Stage3(Stage2):
@@ -201,7 +232,7 @@ class Stage3(Stage2):
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
         self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
-        self.backward = False
+        self.flat: list[tuple[int, int]] = []
 
     def _fetch(self, indices: range, ahead: range) -> None:
         """Gather what a module needs now, and prefetch what follows up to the prefetch bucket."""
@@ -214,7 +245,7 @@ class Stage3(Stage2):
             size = self.parameters[index].elements
             if index in self.live or index in self.persistent:
                 continue
-            if total + size > budget or sum(self.live.values()) + total + size > limit:
+            if total >= budget or sum(self.live.values()) + total >= limit:
                 break
             fetched.append(index)
             total += size
@@ -227,11 +258,20 @@ class Stage3(Stage2):
         for index in indices:
             self.live[index] = self.parameters[index].elements
         self.ledger.take(GATHERED, flat)
-        if len(indices) > 1:  # gathered as one, then cut into parameters
+        if len(indices) > 1:  # gathered as one and copied out; the flat one goes when its last parameter has been used
+            self.flat.append((indices[-1], flat))
             self.ledger.take(GATHERED, flat)
-            self.ledger.give(GATHERED, flat)
+
+    def _let_go(self, used: Callable[[int], bool]) -> None:
+        for last, size in self.flat:
+            self.ledger.give(GATHERED, size if used(last) else 0)
+        self.flat = [(last, size) for last, size in self.flat if not used(last)]
 
     def gather(self, index: int, count: int) -> None:
+        if index == 0:  # the model itself has no parameters: what comes is gathered ahead
+            self._fetch(range(0), range(len(self.parameters)))
+            return
+        self._let_go(lambda last: last < index)
         self._fetch(range(index, index + count), range(index + count, len(self.parameters)))
         reach = self.shapes.buckets["stage3_max_reuse_distance"]
         if self.elements > min(reach, self.shapes.buckets["stage3_max_live_parameters"]):
@@ -241,10 +281,13 @@ class Stage3(Stage2):
                 self._drop(range(index, index + count))
 
     def gather_again(self, index: int, count: int) -> None:
+        self._let_go(lambda last: last >= index + count)
         self._fetch(range(index, index + count), range(index - 1, -1, -1))
 
     def release(self, index: int, count: int) -> None:
         self._drop(range(index, index + count))
+        if index == 0:
+            self._let_go(lambda last: True)
 
     def _drop(self, indices: range) -> None:
         for index in indices:
