@@ -41,7 +41,7 @@ def plan(options: argparse.Namespace) -> None:
     """
     from ds_gpt.config import ConfigError, Problem
     from ds_gpt.planner.devices import device_named
-    from ds_gpt.planner.search import candidates
+    from ds_gpt.planner.search import candidates, recommended
 
     if options.devices < 1:
         raise ConfigError(Problem(f"--devices {options.devices} is not a number of GPUs", fix="give 1 or more"))
@@ -55,7 +55,7 @@ def plan(options: argparse.Namespace) -> None:
         return
     show(found, device, options)
     if options.trace:
-        show_trace(found[0], device, options)
+        show_trace(recommended(found), device, options)
 
 
 def as_json(candidate: Candidate) -> dict[str, Any]:
@@ -86,7 +86,9 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 
 def show(found: list[Candidate], device: Device, options: argparse.Namespace) -> None:
     """The best of each stage and checkpointing as a table, the recommendation, and what limits it."""
-    best = found[0]
+    from ds_gpt.planner.search import recommended
+
+    best = recommended(found)
     shapes = best.shapes
     print(f"{options.config} on {options.devices} x {device.name} ({device.memory_bytes / GIB:.1f} GiB), {shapes.precision}\n")
     print("ZeRO  micro x acc  checkpointing  allocated GiB  peak in           headroom GiB  tokens/s        MFU")

@@ -16,6 +16,7 @@ from ds_gpt.planner.speed import Speed, speed_of
 # measured as 0.4 to 0.7 GiB and 0.3 to 0.8 GiB. The caching allocator's fragments come on top, as a share.
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
 _FRAGMENTS = (0.02, 0.10)
+_AS_FAST = 0.98
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -78,6 +79,15 @@ def candidates(run: str, deepspeed_configs: Sequence[str], device: Device, devic
         assert first_error is not None
         raise first_error
     return sorted(result, key=lambda candidate: (not candidate.fits, -candidate.speed.tokens_per_s if candidate.fits else -candidate.headroom_bytes))
+
+
+def recommended(found: Sequence[Candidate]) -> Candidate:
+    """The fastest that fits; of those that are as fast, within what the prediction can tell, the lowest stage."""
+    first = found[0]
+    if not first.fits:
+        return first
+    as_fast = [candidate for candidate in found if candidate.fits and candidate.speed.tokens_per_s >= _AS_FAST * first.speed.tokens_per_s]
+    return min(as_fast, key=lambda candidate: (candidate.shapes.stage, -candidate.speed.tokens_per_s))
 
 
 def _of_one_json(run: str, path: str, hardware: Hardware, device: Device, overrides: Sequence[str]) -> list[Candidate]:

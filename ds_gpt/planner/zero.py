@@ -107,7 +107,7 @@ class Stage1(Sharding):
     """ZeRO 1 otherwise: gradients wait until the end, then go through the bucket into this rank's shard."""
 
     def build(self) -> None:
-        self.hold(self.elements, self.shapes.shard(self.elements))
+        self.hold(self.weights_held(), self.shapes.shard(self.elements))
         self.kept = self.kept_again = 0
         self.filled = self.filled_parameters = self.waiting = self.largest_waiting = 0
         self.open = self.fills_shard = False
@@ -115,6 +115,10 @@ class Stage1(Sharding):
         self.mine = {matrix: self.shapes.shard(elements) for matrix, elements in groups.items()}
         # Rank 0's shard with the parameters at its end whole.
         self.mine_whole = sum(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+
+    def weights_held(self) -> int:
+        """Elements of the model's weights on this rank between two steps."""
+        return self.elements
 
     @property
     def _compact(self) -> bool:
@@ -225,14 +229,14 @@ class Stage3(Stage2):
         threshold = shapes.buckets["stage3_param_persistence_threshold"]
         persistent = sum(p.elements for p in self.parameters if p.elements < threshold)
         self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
-        self.ledger.give(WEIGHTS, 0 if shapes.offload_weights else self.elements * shapes.element)
-        self.host_bytes -= self.elements * shapes.element if shapes.offload_weights else 0
-        self._put(WEIGHTS, shapes.shard(self.elements) * shapes.element, shapes.offload_weights)
         self.ledger.take(WEIGHTS, persistent * shapes.element)
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
         self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
         self.flat: list[tuple[int, int]] = []
+
+    def weights_held(self) -> int:
+        return self.shapes.shard(self.elements)
 
     def _fetch(self, indices: range, ahead: range) -> None:
         """Gather what a module needs now, and prefetch what follows up to the prefetch bucket."""

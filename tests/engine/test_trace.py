@@ -40,7 +40,8 @@ def request(case: str, world_size: int = 2) -> Request:
 
 def measured(ranks: Any, run: Composed) -> Trace:
     """What a real rank allocates, less what only gloo does."""
-    from ds_gpt.engine.trace import Allocations, measure
+    from ds_gpt.engine.allocations import Allocations
+    from ds_gpt.engine.trace import measure
 
     dispatch = Allocations.__torch_dispatch__
 

@@ -1,0 +1,77 @@
+"""Runs whose memory was traced once, so that the analytic figures are held to the trace without tracing again.
+
+``python tests/planner/traced_cases.py`` traces those that ``traced_peaks.json`` lacks and adds them (minutes to an hour);
+``--again`` traces all. It needs PYTHONPATH to hold the repository and tests/harness.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from ds_gpt.config import Hardware
+
+RECORD = Path(__file__).with_name("traced_peaks.json")
+CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+
+# name -> layers, width, heads, context, vocabulary, micro-batch: each lets another kind of memory be the largest
+MODELS = {
+    "wide": (4, 512, 8, 256, 1000, 4),
+    "vocabulary": (6, 256, 4, 128, 50304, 2),
+    "long": (4, 256, 4, 1024, 65, 2),
+    "deep": (16, 256, 4, 128, 4000, 2),
+    "short": (4, 1024, 8, 64, 2000, 1),
+}
+# ranks, accumulation steps, dropout, reduce bucket
+SYSTEMS = ((8, 1, 0.0, 50_000_000), (2, 2, 0.1, 1_000_000))
+
+Case = tuple[str, str, str, int, tuple[str, ...]]  # name, run, DeepSpeed JSON, ranks, overrides
+
+
+def cases() -> Iterator[Case]:
+    """Small models over stages, policies, precisions and systems; then the recipes themselves."""
+    grid = product(MODELS.items(), range(4), ("null", "full", "selective"), ("bf16", "fp32"), SYSTEMS)
+    for (model, (layers, width, heads, context, vocabulary, micro)), stage, policy, precision, (ranks, steps, dropout, bucket) in grid:
+        overrides = [
+            f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"model.context={context}", f"model.vocab_size={vocabulary}",
+            f"batch.micro_batch_size={micro}", f"batch.global_batch_size={micro * ranks * steps}", f"model.dropout={dropout}",
+            f"zero_optimization.reduce_bucket_size={bucket}", _policy(policy), *(["bf16.enabled=false"] if precision == "fp32" else []),
+        ]  # fmt: skip
+        yield f"{model} zero{stage} {policy} {precision} ranks{ranks}", "quickstart", f"zero{stage}", ranks, tuple(overrides)
+    for stage, policy in ((0, "full"), (1, "full"), (2, "full"), (3, "full"), (2, "selective"), (2, "null")):
+        yield f"gpt_1b zero{stage} {policy}", "gpt_1b", f"zero{stage}", 8, (_policy(policy),)
+    yield "gpt_1b zero2 full DeepSpeed's buckets", "gpt_1b", "zero2", 8, (_policy("full"), "zero_optimization.reduce_bucket_size=500000000")
+    for stage in (2, 3):
+        yield f"gpt2_1558m zero{stage} full ranks64", "gpt2_1558m", f"zero{stage}", 64, (_policy("full"),)
+        yield f"gpt_1b zero{stage} offload", "gpt_1b", f"zero{stage}_offload", 8, ()
+
+
+def _policy(policy: str) -> str:
+    return "activation_checkpointing=null" if policy == "null" else f"activation_checkpointing.policy={policy}"
+
+
+def hardware(ranks: int) -> Hardware:
+    return Hardware("cuda", "NVIDIA A100-SXM4-40GB", ranks, bf16=True)
+
+
+def paths(case: Case) -> tuple[str, str]:
+    return str(CONFIGS / "runs" / f"{case[1]}.yaml"), str(CONFIGS / f"{case[2]}.json")
+
+
+def main() -> None:
+    from ds_gpt.engine.trace import Request, trace_elsewhere
+
+    record = {} if "--again" in sys.argv or not RECORD.exists() else json.loads(RECORD.read_text())
+    for case in cases():
+        if case[0] not in record and all(word in case[0] for word in sys.argv[1:] if word != "--again"):
+            (traced,) = trace_elsewhere([Request(*paths(case), hardware(case[3]), case[4])], deadline_s=3600)
+            record[case[0]] = {"peak_bytes": traced.peak_bytes, "phase": traced.peak_phase, "host_bytes": traced.host_bytes}
+            RECORD.write_text("{\n" + ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(record.items())) + "\n}\n")
+            print(case[0], record[case[0]], flush=True)
+
+
+if __name__ == "__main__":
+    main()
