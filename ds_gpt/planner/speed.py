@@ -37,7 +37,7 @@ class Constants:
     half_size: float = 256.0
     attention: float = 0.30
     bandwidth: float = 0.80
-    launch_s: float = 10e-6
+    launch_s: float = 15e-6
     link: float = 0.70
     hidden: float = 0.75
     host_adam: float = 2e8
