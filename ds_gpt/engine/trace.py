@@ -46,10 +46,11 @@ _OWNED = (
             "grad_partitions_flat_buffer", "fp32_sr_partitioned_groups_flat",
         ),
     ),
-    ("buckets", ("ipg_buckets", "ipg_buffer", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer", "extra_large_param_to_reduce")),
+    ("host copies", ("param_buffer_of_bit16_for_cpu_offload_groups",)),
+    ("buckets", ("temp_grad_buffer_for_gpu_offload", "ipg_buckets", "ipg_buffer", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer", "extra_large_param_to_reduce")),
 )  # fmt: skip
 # What DeepSpeed puts into host memory where the optimizer is offloaded, and where the parameters are too.
-_HOST = {"optimizer": ("masters", "moments", "gradients"), "parameters": ("masters", "moments", "gradients", "weights")}
+_HOST = {"optimizer": ("masters", "moments", "gradients", "host copies"), "parameters": ("masters", "moments", "gradients", "weights")}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Trace:
         peak_phase: name of that phase.
         kinds: bytes at the peak, by kind.
         resident: bytes between two steps, by kind.
-        host_bytes: what is offloaded to host memory; not in the others.
+        host_bytes: what is in host memory between two steps; not in the others.
         collectives: bytes that one optimizer step hands to each kind of collective (the larger of its inputs and outputs).
         world_size: ranks of the fake process group.
     """
@@ -132,12 +133,17 @@ def classify(engine: Any, allocations: Allocations, kinds: dict[int, str]) -> No
     inner = engine.deepspeed.basic_optimizer
     for state in inner.state.values():
         name("moments", [state.get("exp_avg"), state.get("exp_avg_sq"), state.get("momentum_buffer")])
+    for parameter in engine.model.parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        name("weights", shard)
+        name("weights" if shard is None else "gathered weights", parameter.data)
+        name("gradients", parameter.grad)
     for kind, attributes in _OWNED:
         for attribute in attributes:
-            name(kind, getattr(optimizer, attribute, None))
-    for parameter in engine.model.parameters():
-        name("weights", [parameter.data, getattr(parameter, "ds_tensor", None)])
-        name("gradients", parameter.grad)
+            owned = getattr(optimizer, attribute, None)
+            name(kind, owned)
+            if kind == "masters":
+                name("gradients", [master.grad for master in tensors(owned) if master.grad is not None])
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -165,7 +171,7 @@ def summarize(allocations: Allocations, kinds: dict[int, str], composed: Compose
     on_host = {serial for serial, kind in kinds.items() if kind in offloaded}
     everything = list(allocations.phases(on_host))
     peak, peak_at = max(everything[1:], key=lambda item: item[0].peak_bytes)  # the first is the build
-    last = max(allocations.phases(set(range(1, allocations._serial + 1)) - on_host), key=lambda item: item[0].peak_bytes)[0]
+    host_bytes = sum(size for serial, size in allocations.live_at(allocations.marks[-1][1]).items() if serial in on_host)
 
     def by_kind(event: int) -> dict[str, int]:
         sizes: Counter[str] = Counter()
@@ -175,7 +181,7 @@ def summarize(allocations: Allocations, kinds: dict[int, str], composed: Compose
         return dict(sorted(sizes.items()))
 
     return Trace(
-        tuple(phase for phase, _ in everything), peak.peak_bytes, peak.name, by_kind(peak_at), by_kind(allocations.marks[-1][1]), last.peak_bytes,
+        tuple(phase for phase, _ in everything), peak.peak_bytes, peak.name, by_kind(peak_at), by_kind(allocations.marks[-1][1]), host_bytes,
         dict(allocations.collectives), composed.hardware.world_size,
     )  # fmt: skip
 

@@ -113,8 +113,16 @@ class Stage1(Sharding):
         self.open = self.fills_shard = False
         groups = {matrix: sum(p.elements for p in self.parameters if p.matrix == matrix) for matrix in (True, False)}
         self.mine = {matrix: self.shapes.shard(elements) for matrix, elements in groups.items()}
+        if self.shapes.offload_optimizer:
+            self._hold_for_offload()
         # Rank 0's shard with the parameters at its end whole.
         self.mine_whole = sum(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+
+    def _hold_for_offload(self) -> None:
+        """Masters' gradients and the updated weights on the host; on both sides a buffer for one gradient."""
+        element, shard = self.shapes.element, self.shapes.shard(self.elements)
+        self.host_bytes += (4 + element) * shard + element * self.largest
+        self.ledger.take(BUCKETS, element * self.largest)
 
     def weights_held(self) -> int:
         """Elements of the model's weights on this rank between two steps."""
@@ -235,6 +243,9 @@ class Stage3(Stage2):
         self.live: dict[int, int] = {}
         self.flat: list[tuple[int, int]] = []
 
+    def _hold_for_offload(self) -> None:
+        self.host_bytes += 4 * self.shapes.shard(self.elements)
+
     def weights_held(self) -> int:
         return self.shapes.shard(self.elements)
 
@@ -279,8 +290,9 @@ class Stage3(Stage2):
         self._fetch(range(index, index + count), range(index + count, len(self.parameters)))
         reach = self.shapes.buckets["stage3_max_reuse_distance"]
         if self.elements > min(reach, self.shapes.buckets["stage3_max_live_parameters"]):
-            # Too far from its use in the backward pass to be kept, except for the last ones.
-            after = 2 * sum(parameter.elements for parameter in self.parameters[index + count :])
+            # Too far from its use in the backward pass to be kept. The distance is what the trace of DeepSpeed shows:
+            # what is left of the forward pass, not there and back.
+            after = sum(parameter.elements for parameter in self.parameters[index + count :])
             if after > reach or sum(self.live.values()) > self.shapes.buckets["stage3_max_live_parameters"]:
                 self._drop(range(index, index + count))
 
