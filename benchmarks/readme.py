@@ -10,7 +10,7 @@ from benchmarks.records import REPOSITORY, read_all
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
-PACKAGES = ("config", "model", "data", "learning", "generation", "engine", "checkpoint", "trainer", "commands")
+PACKAGES = ("config", "model", "data", "learning", "generation", "planner", "engine", "checkpoint", "trainer", "commands")
 
 
 def table(records_folder: Path = RECORDS) -> str:
