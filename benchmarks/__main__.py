@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import convergence, overhead, readme
+from benchmarks import checkpoints, convergence, overhead, readme
 
-CASES = {"convergence": convergence, "overhead": overhead}
+CASES = {"checkpoints": checkpoints, "convergence": convergence, "overhead": overhead}
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def test_other_commands_run(command: str, tmp_path: Path) -> None:
 
 def test_benchmark_commands_run(tmp_path: Path) -> None:
     commands = [command for command in OTHERS if "benchmarks" in command]
-    quick = {"overhead": "--rounds 1 --steps 20", "convergence": "--steps 20 --corpus python_docs"}
+    quick = {"overhead": "--rounds 1 --steps 20", "convergence": "--steps 20 --corpus python_docs", "checkpoints": "--quick --saves 1"}
     assert {command.split()[-1] for command in commands} == set(quick)
     for command in commands:
         case = command.split()[-1]
