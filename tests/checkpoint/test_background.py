@@ -29,7 +29,7 @@ BACKGROUND = [*SETTINGS, "checkpoints.background=true"]
 def runs(ranks: Any, folder: Path) -> dict[str, Any]:
     """Pairs of runs in the foreground and behind training, with disks that are fast, slow, and slower than the saves are apart."""
     results: dict[str, Any] = {}
-    for stage in ("zero0", "zero1", "zero3"):
+    for stage in ("zero1", "zero3"):
         results[f"{stage} foreground"] = train_run(ranks, str(folder / f"{stage} foreground"), stage, SETTINGS)
         for name, seconds in {"fast": 0.0, "slow": 0.02, "slower": 0.3}.items():
             if name == "fast" or stage == "zero1":
