@@ -134,7 +134,7 @@ def apply_retention(checkpoints: Path, step: int, keep_last: int | None, keep_ev
     if keep_every:
         kept |= {path for path in found if step_of(path) % keep_every == 0}
     if keep_best:
-        losses = {path: loss for path in found if (loss := read_state(path).get("val_loss")) is not None and math.isfinite(loss)}
+        losses = {path: loss for path in found if math.isfinite(loss := _val_loss(path))}
         if losses:
             kept.add(min(losses, key=lambda path: losses[path]))
     removed = [path for path in found if path not in kept]
@@ -144,11 +144,17 @@ def apply_retention(checkpoints: Path, step: int, keep_last: int | None, keep_ev
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Content of ``run_state.json``; empty where it cannot be read."""
+    """Content of ``run_state.json``. Raises OSError or ValueError where a checkpoint that was not checked is damaged."""
+    return json.loads((checkpoint / STATE).read_text())
+
+
+def _val_loss(checkpoint: Path) -> float:
+    """Validation loss at a checkpoint; NaN where none was taken, or it cannot be read."""
     try:
-        return json.loads((checkpoint / STATE).read_text())
+        loss = read_state(checkpoint).get("val_loss")
     except (OSError, ValueError):
-        return {}
+        return math.nan
+    return math.nan if loss is None else loss
 
 
 def damage(checkpoint: Path, mine: Callable[[int], bool] = lambda index: True) -> str | None:

@@ -12,8 +12,9 @@ from typing import NoReturn
 from ds_gpt.config import ConfigError
 from ds_gpt.trainer.out_of_memory import OutOfMemory
 
-# The launchers look for a dead rank once a second and then end the others.
-_PATIENCE_S = 15
+# The launchers look for a dead rank once a second and then end the others: by SIGTERM, which a rank in the midst of
+# training takes for a request to save, and deepspeed's after 30 s more by SIGKILL.
+_PATIENCE_S = 35
 
 
 def run_or_fail(function: Callable[[], None]) -> None:

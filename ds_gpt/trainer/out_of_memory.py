@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_gpt.config import Composed, ConfigError
+from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.config.compose import compose
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
 from ds_gpt.config.files import ConfigFile, apply_overrides
@@ -79,6 +79,32 @@ def _activations(composed: Composed, value_bytes: int) -> float:
     kept = {None: model.layers * whole, "selective": model.layers * (7 * width + hidden) + whole, "full": model.layers * width + whole}
     loss = model.vocabulary * 3 * 4
     return composed.micro_batch_size * model.context * ((kept[composed.checkpoint_policy] + 2 * width) * value_bytes + loss)
+
+
+def check_host_memory(composed: Composed, local_ranks: int, memory_bytes: int) -> None:
+    """Refuse a model whose training state alone is more than a CPU machine has: the kernel would end processes at will.
+
+    Args:
+        composed: the run.
+        local_ranks: ranks on this machine.
+        memory_bytes: the machine's memory.
+
+    Raises:
+        ConfigError: the state does not fit.
+    """
+    if composed.hardware.kind != "cpu":
+        return
+    one = needs(composed)
+    state_bytes = local_ranks * (one.weights + one.gradients + one.optimizer)
+    if state_bytes > memory_bytes:
+        raise ConfigError(
+            Problem(
+                f"{local_ranks} ranks of this model need {state_bytes / 2**30:.1f} GiB for weights, gradients and optimizer; "
+                f"this machine has {memory_bytes / 2**30:.1f} GiB, and no GPU was found",
+                f"{parameters(composed.run.model):,} parameters at ZeRO stage {composed.zero_stage} in {composed.precision}",
+                "run it on GPUs; or here with fewer ranks, a higher zero_optimization.stage, or a smaller model (--set model.layers=2)",
+            )
+        )
 
 
 @dataclass(frozen=True)

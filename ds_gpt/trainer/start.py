@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.folder import STATE, complete, read_state, remove
+from ds_gpt.checkpoint.folder import LATEST, STATE, complete, read_state, remove
 from ds_gpt.checkpoint.resume import check_fits, newest_intact, require_intact
 from ds_gpt.config import Composed, ConfigError, Problem
+from ds_gpt.config.files import read_run_yaml
+from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
 from ds_gpt.data import Dataset
 from ds_gpt.engine.ranks import Ranks
-from ds_gpt.trainer.run_folder import RunFolder, check_unused, environment
+from ds_gpt.trainer.run_folder import STATED, RunFolder, check_unused, environment
 
 AUTO = "auto"
 
@@ -141,10 +144,29 @@ def _require_run(path: Path) -> None:
 
 
 def _newest(name: str) -> Path | None:
-    """The last of ``runs/NAME``, ``runs/NAME-2``, ... that exists."""
-    path, number = Path("runs") / name, 1
-    if not path.exists():
-        return None
-    while path.with_name(f"{name}-{number + 1}").exists():
-        number += 1
-    return path if number == 1 else path.with_name(f"{name}-{number}")
+    """Of ``runs/NAME``, ``runs/NAME-2``, ... the one that was started last, among those with a checkpoint if any has one."""
+    numbered = re.compile(re.escape(name) + r"(-\d+)?")
+    found = [path for path in Path("runs").glob(f"{name}*") if numbered.fullmatch(path.name) and _is_run(path)]
+    return max(found, key=lambda path: ((path / "checkpoints" / LATEST).exists(), (path / "run.yaml").stat().st_mtime), default=None)
+
+
+def configuration(config: str | None, deepspeed_config: str | None, overrides: Sequence[str], run_dir: str | None, resume: str | None) -> tuple[Path, Path]:
+    """The two files to compose: those that were given, else those of the run to resume, else the defaults.
+
+    Args:
+        config: ``--config``.
+        deepspeed_config: ``--deepspeed_config``.
+        overrides: each ``--set``; one may name the run.
+        run_dir: ``--run-dir``.
+        resume: ``--resume``.
+    """
+    named = config or DEFAULT_RUN
+    resumed: Path | None = None
+    if resume == AUTO:
+        names = [text.removeprefix("name=") for text in overrides if text.startswith("name=")] or [read_run_yaml(named).values.get("name")]
+        resumed = Path(run_dir) if run_dir else _newest(str(names[-1]))
+    elif resume is not None:
+        resumed = Path(resume).parent.parent if _is_checkpoint(Path(resume)) else Path(resume)
+    if resumed is None or not (resumed / STATED).is_file():
+        return Path(named), Path(deepspeed_config or DEFAULT_DEEPSPEED)
+    return Path(config or resumed / "run.yaml"), Path(deepspeed_config or resumed / STATED)

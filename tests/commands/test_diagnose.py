@@ -38,7 +38,7 @@ def found(folder: Path, *arguments: object) -> list[str]:
 def test_a_file_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT, "any.jsonl")
     ended = diagnosed(tmp_path, path)
-    assert "step 200, 12,800 tokens, loss 2" in ended.out and "best validation loss 1.9 at step 200" in ended.out
+    assert f"step 200, 12,800 tokens, loss {LINES[0]['loss']:.5g} -> {LINES[-1]['loss']:.5g}, " in ended.out and "best validation loss 1.9 at step 200" in ended.out
     assert "Nothing is wrong." in ended.out and f"curves in {tmp_path / 'diagnosis.png'}" in ended.out
     assert (tmp_path / "diagnosis.png").read_bytes()[:4] == b"\x89PNG"
     diagnosed(tmp_path, path, "--plot", tmp_path / "other.svg")
@@ -65,6 +65,13 @@ def test_events_of_the_run_folder_are_read(tmp_path: Path) -> None:
     written(tmp_path, '{"step": 90, "event": "rollback", "to_step": 50}\n{"step": 95, "ev', "events.jsonl")
     ended = diagnosed(tmp_path, tmp_path)
     assert "Nothing is wrong. Worth a note:" in ended.out and "rolled back 1 time: from step 90 to 50" in ended.out
+
+
+def test_events_tell_what_the_lines_missed(tmp_path: Path) -> None:
+    written(tmp_path, TEXT)
+    written(tmp_path, '{"step": 90, "event": "gradient_spike", "since": 88, "text": "gradient norm 22.5 at step 90"}\n', "events.jsonl")
+    ended = diagnosed(tmp_path, tmp_path)
+    assert "1. warning: health saw, at every step: gradient norm 22.5" in ended.out and "Nothing is wrong" not in ended.out
 
 
 def test_json_is_strict(tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import CONFIGS, VOCABULARY, tiny
 
-from ds_gpt.config import Composed, Hardware, load
+from ds_gpt.config import Composed, ConfigError, Hardware, load
 from ds_gpt.model.counts import parameters
-from ds_gpt.trainer.out_of_memory import OutOfMemory, Remedy, explained, explanation, needs, remedies
+from ds_gpt.trainer.out_of_memory import OutOfMemory, Remedy, check_host_memory, explained, explanation, needs, remedies
 
 sys.path.append(str(Path(__file__).parents[1] / "commands"))
 from jobs import DEEPSPEED, PLAIN, TRAIN, Ended, ran  # noqa: E402
@@ -176,10 +177,20 @@ def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_too_large(tmp_path: Path) -> None:
-    ended = out_of_memory(tmp_path, PLAIN, "model.width=4096", "model.layers=24", "model.context=16")
-    assert "4,8" in ended.err and "__init__" in ended.err, "while it was built"
+    ended = out_of_memory(tmp_path, PLAIN, "model.width=2048", "model.layers=11", "model.context=16")  # 10 GiB of state: a machine holds it
+    assert "554," in ended.err and "__init__" in ended.err, "while it was built"
 
 
 def test_it_is_said_once_under_the_launcher(tmp_path: Path) -> None:
     ended = out_of_memory(tmp_path, (*DEEPSPEED, "--num_gpus", 2), "batch.global_batch_size=512")
     assert "on rank 0 of 2" in ended.err and "rank 1:" not in ended.err
+
+
+def test_a_model_that_a_cpu_machine_cannot_hold_is_refused() -> None:
+    composed = replace(tiny("zero2", 8), hardware=Hardware("cpu", "CPU", 8, bf16=False))
+    check_host_memory(composed, 8, 24 << 30)
+    state_bytes = 8 * parameters(composed.run.model) * (4 + (4 + 4 + 8) / 8)
+    check_host_memory(composed, 8, int(state_bytes) + 1)
+    with pytest.raises(ConfigError, match="8 ranks of this model need"):
+        check_host_memory(composed, 8, int(state_bytes) - 1)
+    check_host_memory(replace(composed, hardware=Hardware("cuda", "NVIDIA A100", 8, bf16=True)), 8, 1)
