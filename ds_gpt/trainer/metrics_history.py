@@ -74,9 +74,9 @@ class History:
         """(first step, last step, text) of the events of a kind, without those whose steps were done again."""
         found: list[tuple[int, int, str]] = []
         for event in self.events:
-            name, step, since = event.get("event"), event["step"], event.get("since")
+            name, step, since, to_step = event.get("event"), event["step"], event.get("since"), event.get("to_step")
             if name in ("rollback", "saved"):  # these say where the run stands
-                found = [earlier for earlier in found if earlier[1] <= event.get("to_step", step)]
+                found = [earlier for earlier in found if earlier[1] <= (to_step if isinstance(to_step, int) else step)]
             elif name == kind:
                 found.append((min(since, step) if isinstance(since, int) else step, step, str(event.get("text") or f"{kind} at step {step}")))
         return found
