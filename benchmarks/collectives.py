@@ -37,7 +37,7 @@ class Collectives:
     def __init__(self) -> None:
         self.counts: dict[str, dict[str, float]] = {}
         self.seconds = 0.0  # in collectives, waiting included, so far
-        self.on_gathered: Callable[[Tensor], None] | None = None  # told of the output of each all-gather
+        self.on_tensors: Callable[[str, list[Tensor]], None] | None = None  # told of each collective's name and tensors
         self._counting = False
         self._inside = False
 
@@ -62,12 +62,13 @@ class Collectives:
     def _wrap(self, name: str, original: Any, whole: str, position: int) -> Any:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if self.on_gathered and name.startswith("all_gather"):
-                for tensor in _tensors(kwargs.get(whole, args[position] if len(args) > position else ())):
-                    self.on_gathered(tensor)
-            if not self._counting or self._inside:
+            if self._inside or not (self._counting or self.on_tensors):
                 return original(*args, **kwargs)
             value = kwargs.get(whole, args[position] if len(args) > position else ())
+            if self.on_tensors:
+                self.on_tensors(name, _tensors(value))
+            if not self._counting:
+                return original(*args, **kwargs)
             group = kwargs.get("group")
             self._inside = True
             try:

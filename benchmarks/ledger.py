@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_gpt.engine.engine import Engine
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
+# "gathered": weights that ZeRO-3 has made whole for a while; "buffers": of communication and of the optimizer's arithmetic.
+KINDS = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 _BLOCK_BYTES = 512
 
 
@@ -67,6 +68,14 @@ class Ledger(TorchDispatchMode):
             if self._total_bytes > self._peak_bytes:
                 self._peak_bytes = self._total_bytes
                 self._at_peak = [(live, live.bytes) for live in self._live.values()]
+
+    def communicated(self, collective: str, tensors: Iterable[Tensor]) -> None:
+        """Tell that these tensors went into or came out of a collective, which says what they are where nothing else does."""
+        for tensor in tensors:
+            self.add(tensor)
+            entry = self._live[tensor.untyped_storage()._cdata]
+            if entry.kind in ("activations", "buffers"):
+                entry.kind = "gathered" if collective.startswith("all_gather") else "buffers"
 
     def _freed(self, key: int) -> None:
         entry = self._live.pop(key, None)
@@ -118,8 +127,9 @@ def engines_tensors(engine: Engine) -> Iterator[tuple[Tensor, str]]:
 def model_weights(model: torch.nn.Module) -> Iterator[tuple[Tensor, str]]:
     """The weights that the model computes with; under ZeRO-3 this rank's share of them."""
     for parameter in model.parameters():
-        yield parameter.data, "weights"
         share = getattr(parameter, "ds_tensor", None)
+        # ZeRO-3 keeps small parameters whole always: those are weights, not guests.
+        yield parameter.data, "weights" if share is None or parameter.ds_persist else "gathered"
         if share is not None:
             yield share.data, "weights"
 

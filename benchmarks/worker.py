@@ -176,12 +176,10 @@ def _breakdown(bench: Bench, collectives: Collectives) -> dict[str, Any]:
     with collectives.counting():
         for _ in range(_BREAKDOWN_STEPS):
             bench.ranks.barrier()
-            collectives_before = collectives.seconds
             whole, waited = bench.step()
             enter("")
             wholes.append(whole)
             waits.append(waited)
-            del collectives_before
     bench.trainee.on_phase = lambda name: None
     steps = _BREAKDOWN_STEPS
     counts = {name: {key: value / steps for key, value in count.items()} for name, count in collectives.counts.items()}
@@ -216,7 +214,7 @@ def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str
             ledger.add(parameter.grad, "gradients")
 
     hooks = [parameter.register_post_accumulate_grad_hook(gradient_there) for parameter in bench.trainee.model.parameters() if parameter.requires_grad]
-    collectives.on_gathered = lambda tensor: ledger.add(tensor, "buffers")  # weights of ZeRO-3, whole for a while
+    collectives.on_tensors = ledger.communicated
     bench.trainee.on_phase = enter
     ledger.add_everything()
     know()
@@ -224,7 +222,7 @@ def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str
         for _ in range(_MEMORY_STEPS):
             bench.step()
     know()
-    bench.trainee.on_phase, collectives.on_gathered = lambda name: None, None
+    bench.trainee.on_phase, collectives.on_tensors = lambda name: None, None
     for hook in hooks:
         hook.remove()
     return {"peak_bytes": ledger.at_peak(), "complete_bytes": complete, "between_steps_bytes": ledger.held()}
