@@ -24,8 +24,10 @@ _WHOLE = {
     "broadcast": "tensor",
     "reduce": "tensor",
     "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output_tensor",  # the name since PyTorch 2.13
     "all_gather": "tensor_list",
     "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
     "reduce_scatter": "input_list",
     "all_to_all_single": "output",
 }
@@ -44,7 +46,9 @@ class Collectives:
     def install(self) -> None:
         """Wrap the functions; call it before DeepSpeed is imported."""
         for name, whole in _WHOLE.items():
-            original = getattr(dist, name)
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
             position = list(inspect.signature(original).parameters).index(whole)
             wrapped = self._wrap(name, original, whole, position)
             setattr(dist, name, wrapped)

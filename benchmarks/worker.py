@@ -146,6 +146,7 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
         "run": run.model_dump(mode="json"),
         "deepspeed": composed.deepspeed,
         "tokens_per_step": composed.tokens_per_step,
+        "dataset_digest": dataset.digest,
     }
 
 
