@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from ds_gpt.model.counts import parameters
 RECORDS = REPOSITORY / "benchmarks" / "records"
 _A_START_S = 12  # a launch, where nothing is known of the case
 # The same for every step, repeat and rank: kept once, at the top of a record.
-_ONCE = ("losses", "grad_norms", "peak_flops", "threads", "device", "precision", "run", "deepspeed", "tokens_per_step", "dataset_digest")
+_ONCE = ("losses", "grad_norms", "threads", "device", "precision", "run", "deepspeed", "tokens_per_step", "dataset_digest")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +94,9 @@ class Run:
         smaller = self._ran_out(case)
         if smaller:
             return f"not tried: {smaller} ran out of memory already"
+        load = os.getloadavg()[0]
         outcome = launch.run(case, self.worker)
-        save(self._path(case), self._record(case, outcome, record))
+        save(self._path(case), self._record(case, outcome, record, load))
         return _in_words(self._existing(case) or {})
 
     def _existing(self, case: Case) -> Record | None:
@@ -114,14 +116,14 @@ class Run:
                     return other.name
         return None
 
-    def _record(self, case: Case, outcome: launch.Outcome, earlier: Record | None) -> Record:
+    def _record(self, case: Case, outcome: launch.Outcome, earlier: Record | None, load: float) -> Record:
         composed = case.composed(self.here.hardware(case.ranks))
         once: Record = {"run": composed.run.model_dump(mode="json"), "deepspeed": composed.deepspeed, "precision": composed.precision}
         repeats = list(earlier["repeats"]) if earlier else []
         if outcome.by_rank:
             once = {key: outcome.by_rank[0][key] for key in _ONCE}
             by_rank = [{key: value for key, value in rank.items() if key not in _ONCE} for rank in outcome.by_rank]
-            repeats.append({**surroundings(), "wall_s": outcome.wall_s, "by_rank": by_rank})
+            repeats.append({**surroundings(), "load_average_before": load, "wall_s": outcome.wall_s, "by_rank": by_rank})
         record = {
             "case": case.name,
             "suite": self.suite.name,
@@ -189,7 +191,7 @@ def _list(suite: Suite, cases: Sequence[Case], console: Console) -> None:
     console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} rounds, meant for {suite.devices}\n{suite.about}\n", soft_wrap=True)
     if not prediction.available():
         console.print("no prediction: this checkout has no planner (ds_gpt.planner)\n")
-    console.print(f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14} {'predicted a rank':>16} {'predicted':>16}")
+    console.print(f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14} {'predicted a rank':>16} {'predicted':>16}", soft_wrap=True)
     for case in cases:
         composed = case.composed(suite.hardware(case.ranks))
         if composed.run.model.vocab_size == "auto":
