@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.ledger_kinds import KINDS
 from ds_gpt.engine.engine import Engine
 
-# "gathered": weights that ZeRO-3 has made whole for a while; "buffers": of communication and of the optimizer's arithmetic.
-KINDS = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 _BLOCK_BYTES = 512
 
 
@@ -32,15 +31,17 @@ class _Entry:
 
 
 class Ledger(TorchDispatchMode):
-    """The live storages of this process, while entered. `born` is the kind of what is created now and not known better."""
+    """The live storages of this process, while entered.
+
+    `born` is the kind of what is created now and not known better; peaks are kept for each `phase`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.born = "activations"
-        self.peak: dict[str, int] = {}
+        self.phase, self.born = "", "activations"
         self._live: dict[int, _Entry] = {}
-        self._total_bytes = self._peak_bytes = 0
-        self._at_peak: list[tuple[_Entry, int]] = []
+        self._total_bytes = 0
+        self._peaks: dict[str, tuple[int, list[tuple[_Entry, int]]]] = {}  # by phase: bytes, and what they were
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -65,9 +66,8 @@ class Ledger(TorchDispatchMode):
         if size != entry.bytes:
             self._total_bytes += size - entry.bytes
             entry.bytes = size
-            if self._total_bytes > self._peak_bytes:
-                self._peak_bytes = self._total_bytes
-                self._at_peak = [(live, live.bytes) for live in self._live.values()]
+            if self._total_bytes > self._peaks.get(self.phase, (0,))[0]:
+                self._peaks[self.phase] = self._total_bytes, [(live, live.bytes) for live in self._live.values()]
 
     def communicated(self, collective: str, tensors: Iterable[Tensor]) -> None:
         """Tell that these tensors went into or came out of a collective, which says what they are where nothing else does."""
@@ -92,9 +92,9 @@ class Ledger(TorchDispatchMode):
         """Bytes by kind, now."""
         return _by_kind((entry, entry.bytes) for entry in self._live.values())
 
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the moment when most were held, with what has become known since."""
-        return _by_kind(self._at_peak)
+    def at_peaks(self) -> dict[str, dict[str, int]]:
+        """For each phase the bytes by kind at the moment when most were held, with what has become known since."""
+        return {phase: _by_kind(entries) for phase, (_, entries) in self._peaks.items() if phase}
 
 
 def _by_kind(entries: Iterable[tuple[_Entry, int]]) -> dict[str, int]:

@@ -205,8 +205,8 @@ def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str
 
     def enter(name: str) -> None:
         nonlocal complete
-        ledger.born = born[name]
         know()
+        ledger.phase, ledger.born = name, born[name]
         if name == "optimizer":  # of the last micro-step in the end
             complete = ledger.held()
 
@@ -219,6 +219,7 @@ def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str
     bench.trainee.on_phase = enter
     ledger.add_everything()
     know()
+    ledger.phase = "forward"
     with ledger:
         for _ in range(_MEMORY_STEPS):
             bench.step()
@@ -226,7 +227,8 @@ def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str
     bench.trainee.on_phase, collectives.on_tensors = lambda name: None, None
     for hook in hooks:
         hook.remove()
-    return {"peak_bytes": ledger.at_peak(), "complete_bytes": complete, "between_steps_bytes": ledger.held()}
+    peaks = ledger.at_peaks()
+    return {"peak_bytes": max(peaks.values(), key=lambda kinds: sum(kinds.values())), "peak_by_phase_bytes": peaks, "complete_bytes": complete, "between_steps_bytes": ledger.held()}
 
 
 def _peak(composed: Composed, ranks: Ranks) -> dict[str, Any]:
