@@ -125,9 +125,9 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
         ranks.barrier()
         timed = [bench.step() for _ in range(case.steps)]
         memory = _device_memory(ranks) if on_gpu else {"resident_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-        breakdown = _breakdown(bench, collectives)
+        breakdown = time_by_phase(bench, collectives)
         if not on_gpu:
-            memory |= _ledger_memory(bench, collectives)
+            memory |= memory_by_kind(bench, collectives)
     bench.loader.close()
     ranks.barrier()
     return {
@@ -157,7 +157,7 @@ def _device_memory(ranks: Ranks) -> dict[str, int]:
     }
 
 
-def _breakdown(bench: Bench, collectives: Collectives) -> dict[str, Any]:
+def time_by_phase(bench: Bench, collectives: Collectives) -> dict[str, Any]:
     """Seconds a step by phase, communication apart, in steps that wait for the device at each phase's end."""
     seconds: dict[str, float] = defaultdict(float)
     communicating: dict[str, float] = defaultdict(float)
@@ -193,7 +193,7 @@ def _breakdown(bench: Bench, collectives: Collectives) -> dict[str, Any]:
     }
 
 
-def _ledger_memory(bench: Bench, collectives: Collectives) -> dict[str, dict[str, int]]:
+def memory_by_kind(bench: Bench, collectives: Collectives) -> dict[str, dict[str, int]]:
     """Bytes of live tensors by kind: at their peak, and when the gradients of a step are complete."""
     ledger = Ledger()
     complete: dict[str, int] = {}
