@@ -55,6 +55,7 @@ def summary(record: Record) -> Record:
     return {
         "steps": len(steps),
         "step_s": {"median": median, "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
+        "cpu_step_s": statistics.median(sum(rank) for repeat in record["repeats"] for rank in zip(*(each["cpu_steps_s"] for each in repeat["by_rank"]), strict=True)),
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_rank": tokens_per_s / ranks,
         "parameters": parameters(model),

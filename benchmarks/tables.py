@@ -55,7 +55,8 @@ def introduction(records: Sequence[Record]) -> str:
     if loads and first["driver"] is None:
         noise = f"Load average before the cases: {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}, on {cores} cores."
         if statistics.median(loads) > 0.7 * cores:
-            noise += " The machine was shared with other work: take times as what that left, and ratios with their intervals; memory does not depend on it."
+            noise += " The machine was shared with other work: take times as what that left, and ratios with their intervals. "
+            noise += "'CPU' is the processor time of all ranks, of which others take nothing; memory does not depend on them either."
         sentences.append(noise)
     return "\n\n".join(sentences)
 
@@ -118,7 +119,7 @@ def overview(group: Sequence[Record], everything: Sequence[Record], predict: Cal
     foreseen = {record["case"]: predict(record) for record in group}
     planned, priced = any(foreseen.values()), any(record["measured"]["tokens_per_dollar"] for record in group)
     on_gpu = any("allocated_peak_bytes" in record["measured"]["memory"] for record in group)
-    head = ["case", "tokens/s", "a rank", "step, ms", "p10 to p90", "MFU", "peak, MiB a rank", "reserved" if on_gpu else "resident"]
+    head = ["case", "tokens/s", "a rank", "step, ms", "p10 to p90", *(() if on_gpu else ("CPU, ms a step",)), "MFU", "peak, MiB a rank", "reserved" if on_gpu else "resident"]
     head += ["planner: peak", "error", "planner: tokens/s", "error"] if planned else []
     head += ["tokens per dollar"] if priced else []
     table = [[*head, "start-up, s", "data wait", "off the reference curve"]]
@@ -128,7 +129,7 @@ def overview(group: Sequence[Record], everything: Sequence[Record], predict: Cal
         row = [label(record), f"{measured['tokens_per_s']:,.0f}", f"{measured['tokens_per_s_per_rank']:,.0f}", f"{step['median'] * 1e3:,.1f}"]
         peak = peaks[record["threads"]]
         utilization = f"{mfu(measured['tokens_per_s_per_rank'], flops_per_token(ModelConfig(**record['run']['model'])), peak):.1%}" if peak else "not known"
-        row += [f"{step['p10'] * 1e3:,.1f} to {step['p90'] * 1e3:,.1f}", utilization]
+        row += [f"{step['p10'] * 1e3:,.1f} to {step['p90'] * 1e3:,.1f}", *(() if on_gpu else (f"{measured['cpu_step_s'] * 1e3:,.1f}",)), utilization]
         row += [_mib(peak_bytes(measured)), _mib(memory.get("reserved_peak_bytes") or memory["resident_peak_bytes"])]
         row += _planned(foreseen[record["case"]], measured) if planned else []
         row += [f"{measured['tokens_per_dollar']:,.0f}" if measured["tokens_per_dollar"] else ""] if priced else []

@@ -53,17 +53,19 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.learning_rate = schedule(self.composed.run, self.ranks.world_size)
+        self.cpu_s: list[float] = []  # of this process: what other work on the machine takes away does not count
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
 
     def step(self) -> tuple[float, float]:
         """One step, as the training loop takes it. Seconds of the whole step and of waiting for data."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         batches = self.loader.load(self.step_number)
         loaded = time.perf_counter()
         loss, grad_norm = self.trainee.step(self.step_number, batches, self.learning_rate(self.step_number))
         self.synchronize()
         end = time.perf_counter()
+        self.cpu_s.append(time.process_time() - cpu_start)
         self.step_number += 1
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
@@ -134,6 +136,7 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
         "start_up_s": ready_at - launched_at,
         "warm_up_steps_s": warm_up,
         "steps_s": [whole for whole, _ in timed],
+        "cpu_steps_s": bench.cpu_s[case.warmup : case.warmup + case.steps],
         "data_wait_s": [waited for _, waited in timed],
         "losses": bench.losses,
         "grad_norms": bench.grad_norms,
