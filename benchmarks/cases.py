@@ -127,7 +127,8 @@ def read_suite(name: str) -> Suite:
     problems: list[Problem] = []
     cases = [case for entry in content["cases"] for case in _expand({**defaults, **entry}, path.name, problems)]
     names = [case.name for case in cases]
-    problems += [Problem(f"{path.name}: two cases are called '{name}'", fix="put what differs into the name") for name in sorted(set(names)) if names.count(name) > 1]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [Problem(f"{path.name}: two cases are called '{name}'", fix="put what differs into the name") for name in twice]
     if problems:
         raise ConfigError(problems)
     return Suite(

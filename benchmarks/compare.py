@@ -54,7 +54,8 @@ def _compare(before: Record, after: Record, threshold: float, memory_threshold: 
             print(f"note: {after['case']}: '{key}' differs between the two records")
     if before["status"] != "ok" or after["status"] != "ok":
         worse = before["status"] == "ok"
-        print(f"{after['case']:<34} {before['status']:>12} {after['status']:>12} {'':>7}  {'':<16} {'':>10}  {'WORSE: it ran before' if worse else 'no measurement'}")
+        verdict = "WORSE: it ran before" if worse else "no measurement"
+        print(f"{after['case']:<34} {before['status']:>12} {after['status']:>12} {'':>37}  {verdict}")
         return worse
     first, second = summary(before), summary(after)
     ratio, (low, high) = speed_ratio(before, after)
@@ -63,9 +64,8 @@ def _compare(before: Record, after: Record, threshold: float, memory_threshold: 
     slower = ratio < threshold and high < 1
     larger = memory > memory_threshold
     verdict = "WORSE: " + " and ".join(word for word, on in (("slower", slower), ("more memory", larger)) if on) if slower or larger else "fine"
-    print(
-        f"{after['case']:<34} {first['tokens_per_s']:>12,.0f} {second['tokens_per_s']:>12,.0f} {ratio:>7.3f}  {f'{low:.3f} to {high:.3f}':<16} {memory:>10.3f}  {verdict}"
-    )
+    speeds = f"{first['tokens_per_s']:>12,.0f} {second['tokens_per_s']:>12,.0f} {ratio:>7.3f}  {f'{low:.3f} to {high:.3f}':<16}"
+    print(f"{after['case']:<34} {speeds} {memory:>10.3f}  {verdict}")
     return slower or larger
 
 

@@ -60,9 +60,11 @@ def throughput(title: str, bars: Sequence[tuple[str, int, float, float, float]])
             places = [labels.index(bar[0]) + (index - (len(ranks) - 1) / 2) * width for bar in chosen]
             heights = [bar[2] for bar in chosen]
             below, above = [bar[2] - bar[3] for bar in chosen], [bar[4] - bar[2] for bar in chosen]
-            axes.bar(places, heights, width * 0.94, color=_BY_RANKS[index % 4], label=_ranks(count), yerr=(below, above), capsize=2, ecolor="#444444", error_kw={"lw": 1})
+            look = {"color": _BY_RANKS[index % 4], "label": _ranks(count), "capsize": 2, "ecolor": "#444444", "error_kw": {"lw": 1}}
+            axes.bar(places, heights, width * 0.94, yerr=(below, above), **look)
             for place, height in zip(places, heights, strict=True):
-                axes.text(place, height * 0.02, f"{height / 1000:,.1f}k" if height >= 1000 else f"{height:,.0f}", ha="center", va="bottom", fontsize=8, color="white", rotation=90 if width < 0.3 else 0)
+                text = f"{height / 1000:,.1f}k" if height >= 1000 else f"{height:,.0f}"
+                axes.text(place, height * 0.02, text, ha="center", va="bottom", fontsize=8, color="white", rotation=90 if width < 0.3 else 0)
         axes.set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize=8.5)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set_ylabel("tokens/s, all ranks")

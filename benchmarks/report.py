@@ -54,7 +54,9 @@ def build(records: Sequence[Record], predict: Predict = predict_record) -> Itera
     yield Section(f"Benchmarks: suite {suite}", tables.introduction(records), level=1)
     for model, group in tables.by_model(fine).items():
         yield Section(model, tables.findings(group))
-        yield Section("Throughput and peak memory", f"{tables.about_peaks(fine)} {tables.ABOUT_CURVE}", tables.overview(group, fine, predict), plots.throughput("Throughput by ZeRO stage", tables.throughput_bars(group)), 3)
+        picture = plots.throughput("Throughput by ZeRO stage", tables.throughput_bars(group))
+        about = f"{tables.about_peaks(fine)} {tables.ABOUT_CURVE}"
+        yield Section("Throughput and peak memory", about, tables.overview(group, fine, predict), picture, 3)
         yield from _scaling(group)
         yield from _memory(group)
         rows = [(tables.label(record), tables.phases(record)) for record in group]
@@ -120,4 +122,5 @@ def page(sections: Sequence[Section]) -> str:
             body += ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
             body.append("</table>")
     title = html.escape(sections[0].heading)
-    return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+    head = f'<head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>'
+    return f'<!doctype html>\n<html lang="en">{head}\n<body>\n' + "\n".join(body) + "\n</body></html>\n"

@@ -55,7 +55,7 @@ def summary(record: Record) -> Record:
     return {
         "steps": len(steps),
         "step_s": {"median": median, "p10": quantile(steps, 0.1), "p90": quantile(steps, 0.9)},
-        "cpu_step_s": statistics.median(sum(rank) for repeat in record["repeats"] for rank in zip(*(each["cpu_steps_s"] for each in repeat["by_rank"]), strict=True)),
+        "cpu_step_s": statistics.median(_cpu_steps(record)),
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_rank": tokens_per_s / ranks,
         "parameters": parameters(model),
@@ -68,6 +68,11 @@ def summary(record: Record) -> Record:
         "communication": _communication(breakdown),
         "tokens_per_dollar": tokens_per_s * 3600 / price if price else None,
     }
+
+
+def _cpu_steps(record: Record) -> list[float]:
+    """Processor seconds of every timed step, all ranks together."""
+    return [sum(step) for repeat in record["repeats"] for step in zip(*(rank["cpu_steps_s"] for rank in repeat["by_rank"]), strict=True)]
 
 
 def peak_bytes(measured: Record) -> int:

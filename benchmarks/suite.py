@@ -9,10 +9,9 @@ import os
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -21,7 +20,7 @@ from benchmarks import launch, machine, prediction
 from benchmarks.cases import Case, Suite, read_suite
 from benchmarks.records import REPOSITORY, save, surroundings, versions
 from benchmarks.results import Record, peak_bytes, summary
-from ds_gpt.config import ConfigError, Problem
+from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.config.parse import with_vocabulary
 from ds_gpt.model.counts import parameters
 
@@ -130,7 +129,7 @@ class Run:
             "status": outcome.status,
             "message": outcome.message,
             "command": f"python -m benchmarks --suite {self.suite.name} --only {case.name} --fresh",
-            "launch": shlex.join(["python" if index == 0 else word for index, word in enumerate(outcome.command)]),
+            "launch": shlex.join(["python", *(Path(word).name if word.startswith("/") else word for word in outcome.command[1:])]),
             "digest": digest(case, self.here),
             "definition": asdict(case),
             **surroundings(),
@@ -191,24 +190,25 @@ def _list(suite: Suite, cases: Sequence[Case], console: Console) -> None:
     console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} rounds, meant for {suite.devices}\n{suite.about}\n", soft_wrap=True)
     if not prediction.available():
         console.print("no prediction: this checkout has no planner (ds_gpt.planner)\n")
-    console.print(f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14} {'predicted a rank':>16} {'predicted':>16}", soft_wrap=True)
+    head = f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14}"
+    console.print(f"{head} {'predicted a rank':>16} {'predicted':>16}", soft_wrap=True)
     for case in cases:
         composed = case.composed(suite.hardware(case.ranks))
         if composed.run.model.vocab_size == "auto":
             composed = _with_typical_vocabulary(composed)
-        count = f"{parameters(composed.run.model) / 1e6:,.1f}M"
+        count = parameters(composed.run.model)
+        size = f"{count / 1e6:,.1f}M" if count < 1e9 else f"{count / 1e9:.3f}B"
         foreseen = prediction.predict(composed)
         memory = f"{foreseen.peak_bytes / 2**30:.2f} GiB" if foreseen else "-"
         speed = f"{foreseen.tokens_per_s:,.0f} tok/s" if foreseen and foreseen.tokens_per_s else "-"
         json_name = case.deepspeed if case.trainer == "ds_gpt" else f"({case.trainer})"
         batch = f"{composed.micro_batch_size} x {composed.accumulation_steps}"
-        console.print(f"{case.name:<34} {count:>10} {case.ranks:>5} {batch:>11} {case.checkpointing:<13} {json_name:<14} {memory:>16} {speed:>16}", soft_wrap=True)
+        row = f"{case.name:<34} {size:>10} {case.ranks:>5} {batch:>11} {case.checkpointing:<13} {json_name:<14}"
+        console.print(f"{row} {memory:>16} {speed:>16}", soft_wrap=True)
 
 
-def _with_typical_vocabulary(composed: Any) -> Any:
+def _with_typical_vocabulary(composed: Composed) -> Composed:
     """A character vocabulary, for counting parameters without reading the corpus."""
-    from dataclasses import replace
-
     return replace(composed, run=with_vocabulary(composed.run, 100))
 
 

@@ -128,7 +128,8 @@ def overview(group: Sequence[Record], everything: Sequence[Record], predict: Cal
         memory = measured["memory"]
         row = [label(record), f"{measured['tokens_per_s']:,.0f}", f"{measured['tokens_per_s_per_rank']:,.0f}", f"{step['median'] * 1e3:,.1f}"]
         peak = peaks[record["threads"]]
-        utilization = f"{mfu(measured['tokens_per_s_per_rank'], flops_per_token(ModelConfig(**record['run']['model'])), peak):.1%}" if peak else "not known"
+        flops = flops_per_token(ModelConfig(**record["run"]["model"]))
+        utilization = f"{mfu(measured['tokens_per_s_per_rank'], flops, peak):.1%}" if peak else "not known"
         row += [f"{step['p10'] * 1e3:,.1f} to {step['p90'] * 1e3:,.1f}", *(() if on_gpu else (f"{measured['cpu_step_s'] * 1e3:,.1f}",)), utilization]
         row += [_mib(peak_bytes(measured)), _mib(memory.get("reserved_peak_bytes") or memory["resident_peak_bytes"])]
         row += _planned(foreseen[record["case"]], measured) if planned else []
@@ -151,10 +152,13 @@ def _peaks(records: Sequence[Record]) -> dict[int, float | None]:
 def about_peaks(records: Sequence[Record]) -> str:
     """What MFU is a share of."""
     source = records[0]["measured"]["peak_flops"]["source"]
-    given = [f"{peak / 1e9:,.0f} GFLOP/s a rank" + (f" with {threads} thread{'s' if threads > 1 else ''}" if source != "datasheet" else "") for threads, peak in sorted(_peaks(records).items()) if peak]
-    if not given:
+    peaks = {threads: peak for threads, peak in sorted(_peaks(records).items()) if peak}
+    if not peaks:
         return "MFU is not known: the device's peak is in no table of ds_gpt."
-    return f"MFU is a share of {', '.join(given)} ({'the datasheet' if source == 'datasheet' else 'the best fp32 matrix product that any of these cases measured'})."
+    if source == "datasheet":
+        return f"MFU is a share of {max(peaks.values()) / 1e12:,.1f} TFLOP/s a device (the datasheet)."
+    given = [f"{peak / 1e9:,.0f} GFLOP/s a rank with {threads} thread{'s' if threads > 1 else ''}" for threads, peak in peaks.items()]
+    return f"MFU is a share of {', '.join(given)}: the best fp32 matrix product that any of these cases measured."
 
 
 def _planned(foreseen: Predicted | None, measured: Record) -> list[str]:
@@ -182,7 +186,11 @@ def families(group: Sequence[Record]) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for record in group:
         found.setdefault(re.sub(r"-\d+[rx](?=-|$)", "", record["case"]), []).append(record)
-    return {name: sorted(cases, key=lambda record: record["definition"]["ranks"]) for name, cases in found.items() if len({c["definition"]["ranks"] for c in cases}) > 1}
+
+    def ranks(record: Record) -> int:
+        return record["definition"]["ranks"]
+
+    return {name: sorted(cases, key=ranks) for name, cases in found.items() if len(set(map(ranks, cases))) > 1}
 
 
 def _family_label(records: Sequence[Record]) -> str:
@@ -231,9 +239,8 @@ def memory(group: Sequence[Record]) -> Table:
         found = record["measured"]["memory"]
         if "peak_bytes" in found:
             peak, complete = found["peak_bytes"], found["complete_bytes"]
-            table.append(
-                [label(record), *(_mib(peak[kind]) for kind in KINDS), _mib(sum(peak.values())), _mib(found["resident_peak_bytes"]), *(_mib(complete[kind]) for kind in kept)]
-            )
+            row = [label(record), *(_mib(peak[kind]) for kind in KINDS), _mib(sum(peak.values())), _mib(found["resident_peak_bytes"])]
+            table.append([*row, *(_mib(complete[kind]) for kind in kept)])
     return table
 
 

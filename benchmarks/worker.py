@@ -231,7 +231,8 @@ def memory_by_kind(bench: Bench, collectives: Collectives) -> dict[str, dict[str
     for hook in hooks:
         hook.remove()
     peaks = ledger.at_peaks()
-    return {"peak_bytes": max(peaks.values(), key=lambda kinds: sum(kinds.values())), "peak_by_phase_bytes": peaks, "complete_bytes": complete, "between_steps_bytes": ledger.held()}
+    highest = max(peaks.values(), key=lambda kinds: sum(kinds.values()))
+    return {"peak_bytes": highest, "peak_by_phase_bytes": peaks, "complete_bytes": complete, "between_steps_bytes": ledger.held()}
 
 
 def _peak(composed: Composed, ranks: Ranks) -> dict[str, Any]:
