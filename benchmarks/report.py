@@ -86,6 +86,8 @@ def markdown(sections: Sequence[Section]) -> str:
     """The report as Markdown; its pictures are in the HTML page."""
     lines: list[str] = []
     for section in sections:
+        if section.picture and not section.table and not section.text:
+            continue
         lines += [f"{'#' * section.level} {section.heading}", ""]
         if section.text:
             lines += [section.text, ""]

@@ -48,7 +48,7 @@ def introduction(records: Sequence[Record]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
     driver = f", driver {first['driver']}" if first["driver"] else ""
     sentences = [
-        f"{fine} of {len(records)} cases ran, {max((len(record['repeats']) for record in records), default=0)} times each at most, every time in fresh processes.",
+        f"{fine} of {len(records)} cases ran, {_times(records)}, every time in fresh processes.",
         f"Device: {first['device']}{driver}; host: {first['host']['cpu']}, {cores} cores, {first['host']['memory_bytes'] / 2**30:.0f} GiB. "
         f"{versions}. Commit {', '.join(commits)}; {first['date'][:10]}.",
     ]
@@ -59,6 +59,12 @@ def introduction(records: Sequence[Record]) -> str:
             noise += "'CPU' is the processor time of all ranks, of which others take nothing; memory does not depend on them either."
         sentences.append(noise)
     return "\n\n".join(sentences)
+
+
+def _times(records: Sequence[Record]) -> str:
+    counts = sorted({len(record["repeats"]) for record in records if record["status"] == "ok"})
+    times = " or ".join("once" if count == 1 else "twice" if count == 2 else f"{count} times" for count in counts)
+    return f"each {times}" if times else "none to its end"
 
 
 def by_model(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -110,6 +116,9 @@ def findings(group: Sequence[Record]) -> str:
     leanest = min(group, key=lambda record: peak_bytes(record["measured"]))
     text = f"Fastest: {label(fastest)}, {fastest['measured']['tokens_per_s']:,.0f} tokens/s. "
     text += f"Least memory: {label(leanest)}, {_mib(peak_bytes(leanest['measured']))} MiB a rank."
+    if fastest["driver"] is None:
+        frugal = min(group, key=lambda record: record["measured"]["cpu_step_s"])
+        text += f" Least processor time: {label(frugal)}, {frugal['measured']['cpu_step_s'] * 1e3:,.1f} ms a step."
     return text
 
 
