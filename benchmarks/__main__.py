@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         module.add_arguments(verbs.add_parser(name, help=(module.__doc__ or "").partition("\n")[0]))
     verbs.add_parser("readme", help=(readme.__doc__ or "").partition("\n")[0])
     options = parser.parse_args(arguments)
+    # A shell starts background jobs with SIGINT ignored; and SIGTERM alone would leave a case's ranks behind.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     if options.verb is None and options.suite is None:
         parser.print_help()
         sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from benchmarks.cases import Case
 from benchmarks.records import REPOSITORY
 
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_MARK = "DS_GPT_BENCHMARK_CASE"  # in the environment of everything that a case starts
 _KILLED = re.compile(r"exitcode\s*:\s*-9|return code = -9|Signal 9|SIGKILL")
 
 
@@ -59,6 +61,7 @@ def run(case: Case, worker: str = "benchmarks.worker") -> Outcome:
         (folder / "case.json").write_text(json.dumps({"case": asdict(case), "launched_at": start}))
         environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
+        environment[_MARK] = str(folder)
         if case.threads:
             environment["OMP_NUM_THREADS"] = str(case.threads)
         with (folder / "log").open("w") as log:
@@ -69,22 +72,17 @@ def run(case: Case, worker: str = "benchmarks.worker") -> Outcome:
             except subprocess.TimeoutExpired:
                 late = True
             finally:
-                _end(process)
+                _end(process, str(folder))
         status, message, by_rank = _judge(case, folder, process.returncode, late)
         return Outcome(status, message, command(case, worker=worker), time.time() - start, by_rank)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the launcher and its ranks, which may have sessions of their own."""
-    try:
-        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        tree = []
-    for member in tree:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill the launcher and its ranks, whatever sessions and parents they have by now."""
+    for other in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if other.environ().get(_MARK) == mark:
+                other.kill()
     process.wait()
 
 

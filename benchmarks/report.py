@@ -57,6 +57,8 @@ def build(records: Sequence[Record], predict: Predict = predict_record) -> Itera
         picture = plots.throughput("Throughput by ZeRO stage", tables.throughput_bars(group))
         about = f"{tables.about_peaks(fine)} {tables.ABOUT_CURVE}"
         yield Section("Throughput and peak memory", about, tables.overview(group, fine, predict), picture, 3)
+        if plain := tables.against_plain(group):
+            yield Section("Against plain PyTorch", tables.ABOUT_PLAIN, plain, level=3)
         yield from _scaling(group)
         yield from _memory(group)
         rows = [(tables.label(record), tables.phases(record)) for record in group]

@@ -30,6 +30,10 @@ ABOUT_CURVE = (
 )
 ABOUT_PUBLISHED = "Not measured here, on other machines, with other code: for orientation only, and in none of the tables and pictures above."
 ABOUT_SCALING = "The same configuration on more ranks. Efficiency is the ratio as a share of how many times as many ranks there are."
+ABOUT_PLAIN = (
+    "Ratios above 1 are better than PyTorch alone (DistributedDataParallel where there are more ranks): of tokens/s, and of the processor time "
+    "that a step takes, which other work on the machine does not distort."
+)
 ABOUT_MEMORY = (
     "Bytes of live tensors of the fullest rank, each storage counted once: at the peak of a step, and (last columns) when its gradients are complete, "
     "just before the optimizer steps, where ZeRO's arithmetic applies. 'gathered' are weights that ZeRO-3 makes whole for a while; "
@@ -238,6 +242,24 @@ def scaling_lines(found: dict[str, list[Record]]) -> dict[str, list[tuple[int, f
     return {
         _family_label(records): [(record["definition"]["ranks"], record["measured"]["tokens_per_s"]) for record in records] for records in found.values()
     }
+
+
+def against_plain(group: Sequence[Record]) -> Table:
+    """Each case as a share of plain PyTorch with as many threads in all, where that was run."""
+    table = [["case", "against", "tokens/s ratio", "95% interval", "processor time ratio"]]
+    for reference in group:
+        for record in group:
+            if reference["definition"]["trainer"] != "ddp" or record["definition"]["trainer"] == "ddp" or _workers(record) != _workers(reference):
+                continue
+            ratio, (low, high) = speed_ratio(reference, record)
+            frugality = reference["measured"]["cpu_step_s"] / record["measured"]["cpu_step_s"]
+            table.append([label(record), label(reference), f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{frugality:.2f}"])
+    return table if len(table) > 1 else []
+
+
+def _workers(record: Record) -> tuple[int, str, int]:
+    """How many threads compute, in what precision, how much."""
+    return record["definition"]["ranks"] * record["threads"], record["precision"], record["tokens_per_step"]
 
 
 def memory(group: Sequence[Record]) -> Table:
