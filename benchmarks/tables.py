@@ -29,7 +29,10 @@ ABOUT_CURVE = (
     "what is timed here trains right. 'Data wait' is a share of the step."
 )
 ABOUT_PUBLISHED = "Not measured here, on other machines, with other code: for orientation only, and in none of the tables and pictures above."
-ABOUT_SCALING = "The same configuration on more ranks. Efficiency is the ratio as a share of how many times as many ranks there are."
+ABOUT_SCALING = (
+    "The same configuration on more ranks. Efficiency is the ratio as a share of how many times as many ranks there are. "
+    "An interval draws repeats and then their steps; where a case was run once it knows the luck of no other run, and is too narrow."
+)
 ABOUT_PLAIN = (
     "Ratios above 1 are better than PyTorch alone (DistributedDataParallel where there are more ranks): of tokens/s, and of the processor time "
     "that a step takes, which other work on the machine does not distort."
