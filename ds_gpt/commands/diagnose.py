@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and diagnose; ends the process with status 1 on an error."""
+    """Parse the command line and diagnose; ends the process with status 2 on bad input."""
     parser = Parser(prog=prog, description="Say what is wrong with a run, finished or running, and draw its curves.", allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="a run folder, or a metrics.jsonl alone")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves (default: diagnosis.png beside the metrics)")

@@ -14,7 +14,7 @@ from ds_gpt.commands.failure import run_or_fail
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and print; ends the process with status 1 on an error."""
+    """Parse the command line and print; ends the process with status 2 on bad input."""
     parser = Parser(prog=prog, description="Print the composed configuration and who owns each number.", allow_abbrev=False)
     add_config_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compose for this kind of device (default: cpu)")

@@ -31,7 +31,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and train; ends the process, with status 1 on an error."""
+    """Parse the command line and train; ends the process, with status 2 on bad input and 1 on any other error."""
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
@@ -65,6 +65,7 @@ def train(options: argparse.Namespace) -> None:
     from ds_gpt.engine.engine import Engine, check_deepspeed_config
     from ds_gpt.trainer.console import Console
     from ds_gpt.trainer.loop import Trainer
+    from ds_gpt.trainer.out_of_memory import explained
     from ds_gpt.trainer.run_folder import RunFolder
     from ds_gpt.trainer.start import find_checkpoint, make_start
 
@@ -88,11 +89,12 @@ def train(options: argparse.Namespace) -> None:
     start = ranks.agree(start)
     checkpoint = find_checkpoint(start, composed, dataset, ranks, console.say if console else lambda text: None)
     folder = RunFolder(start.folder)
-    trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
-    state = trainer.resume(checkpoint) if checkpoint else RunState()
-    if start.continues and ranks.is_first:
-        folder.continue_from(state.step, composed, dataset.digest)
-    trainer.train(state)
+    with explained(composed, ranks.rank):
+        trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
+        state = trainer.resume(checkpoint) if checkpoint else RunState()
+        if start.continues and ranks.is_first:
+            folder.continue_from(state.step, composed, dataset.digest)
+        trainer.train(state)
     ranks.disconnect()
 
 

@@ -57,7 +57,7 @@ class Trainer:
     def train(self, state: RunState = RunState()) -> Outcome:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
         run, recorder, val_loss = self.composed.run, self.recorder, None
-        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s)
+        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s, self.engine.model)
         with Interruption() as interruption, recorder.recording(state.step), watchdog, self._closing():
             while state.step < run.training.steps:
                 lr = self.learning_rate(state.step) * state.factor()
@@ -77,7 +77,7 @@ class Trainer:
                 with recorder.stopwatch.paused():
                     went_back_to = self.keeper.treat(state, verdict)
                     if went_back_to is None or result.interrupted:
-                        self.keeper.save_if_due(went_back_to or state, evaluated, last)
+                        self.keeper.save_if_due(went_back_to or state, None if went_back_to else evaluated, last)
                 watchdog.beat()
                 state = went_back_to or state
                 if result.interrupted:

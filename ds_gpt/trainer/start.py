@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.folder import STATE, complete, read_state
+from ds_gpt.checkpoint.folder import STATE, complete, read_state, remove
 from ds_gpt.checkpoint.resume import check_fits, newest_intact, require_intact
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.data import Dataset
@@ -38,10 +38,10 @@ def check_start(run_dir: str | None, resume: str | None, name: str) -> None:
     Raises:
         ConfigError: a ``--run-dir`` that is in use, or a ``--resume`` that is neither a run nor a checkpoint.
     """
-    if resume is None or (resume != AUTO and _is_checkpoint(Path(resume))):
-        if run_dir:
+    if resume is None or resume == AUTO or _is_checkpoint(Path(resume)):
+        if run_dir and not (resume == AUTO and _is_run(Path(run_dir))):
             check_unused(run_dir)
-    elif resume != AUTO:
+    else:
         _require_run(Path(resume))
         if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
             raise ConfigError(
@@ -63,7 +63,7 @@ def make_start(run_dir: str | None, resume: str | None, composed: Composed, data
         return Start(Path(resume), None, continues=True)
     if resume == AUTO:
         existing = Path(run_dir) if run_dir else _newest(composed.run.name)
-        if existing is not None and (existing / "run.yaml").exists():
+        if existing is not None and _is_run(existing):
             return Start(existing, None, continues=True)
     folder = RunFolder.create(run_dir, composed, dataset.tokenizer, dataset.digest)
     return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
@@ -82,6 +82,15 @@ def find_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: R
     Raises:
         ConfigError: a checkpoint asked for by name is damaged, or the saved state has no meaning in this run.
     """
+    try:
+        return _fitting_checkpoint(start, composed, dataset, ranks, say)
+    except ConfigError:
+        if ranks.is_first and not start.continues:  # just made: the next --resume would take it for the newest run
+            remove(start.folder)
+        raise
+
+
+def _fitting_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
     if start.checkpoint is not None:
         require_intact(start.checkpoint, ranks)
         checkpoint = start.checkpoint
@@ -115,8 +124,12 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / STATE).is_file()
 
 
+def _is_run(path: Path) -> bool:
+    return (path / "run.yaml").is_file()
+
+
 def _require_run(path: Path) -> None:
-    if not (path / "run.yaml").is_file():
+    if not _is_run(path):
         near = f"; '{complete(path)[0]}' is one" if path.is_dir() and complete(path) else ""
         raise ConfigError(
             Problem(

@@ -93,7 +93,7 @@ def test_what_is_no_metrics_is_refused(tmp_path: Path, content: str | None, word
     if content is not None:
         written(tmp_path, content, "given.jsonl")
     ended = ran(tmp_path, *DS_GPT, "diagnose", tmp_path / "given.jsonl")
-    assert ended.status == 1 and "attention" in ended.err and "\ndo:  give" in ended.err and "Traceback" not in ended.err
+    assert ended.status == 2 and "attention" in ended.err and "\ndo:  give" in ended.err and "Traceback" not in ended.err
     assert all(word in ended.err for word in [*words, "given.jsonl"]), ended.err
     assert not (tmp_path / "diagnosis.png").exists()
 
@@ -103,13 +103,13 @@ def test_a_folder_without_metrics_and_a_mistyped_one(tmp_path: Path) -> None:
     assert "holds no metrics.jsonl" in ran(tmp_path, *DS_GPT, "diagnose", "runs/mine").err
     written(tmp_path / "runs" / "mine", TEXT)
     ended = ran(tmp_path, *DS_GPT, "diagnose", "runs/min")
-    assert ended.status == 1 and "'runs/min' does not exist" in ended.err and "give one of runs/mine" in ended.err
+    assert ended.status == 2 and "'runs/min' does not exist" in ended.err and "give one of runs/mine" in ended.err
 
 
 @pytest.mark.parametrize("name", ["none/x.png", "x.doc"])
 def test_a_plot_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     ended = ran(tmp_path, *DS_GPT, "diagnose", written(tmp_path, TEXT), "--plot", name)
-    assert ended.status == 1 and f"--plot '{name}' cannot be written" in ended.err and "Traceback" not in ended.err
+    assert ended.status == 2 and f"--plot '{name}' cannot be written" in ended.err and "Traceback" not in ended.err
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:
