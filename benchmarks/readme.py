@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.records import REPOSITORY, read_all
+from benchmarks.results import peak_bytes, read
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
@@ -31,6 +33,18 @@ def table(records_folder: Path = RECORDS) -> str:
     lines = ["| measured | here | reference | record |", "|---|---|---|---|"]
     lines += [f"| {what} | {here} | {reference} | `benchmarks/records/{case}.json` |" for what, here, reference, case in rows]
     return "\n".join(lines) + "\n"
+
+
+def suite_table(folder: Path = RECORDS / "cpu") -> str:
+    """The suite's model in every configuration, one against two ranks, as a Markdown table."""
+    rows = [["configuration", "tokens/s, 1 rank", "2 ranks", "CPU ms a step, 1 rank", "2 ranks", "peak MiB a rank, 1 rank", "2 ranks"]]
+    found = tables.families([record for record in read(folder) if record["status"] == "ok"]) if folder.is_dir() else {}
+    for records in found.values():
+        measured = [record["measured"] for record in records]
+        cells = [f"{each['tokens_per_s']:,.0f}" for each in measured] + [f"{each['cpu_step_s'] * 1e3:,.0f}" for each in measured]
+        rows.append([tables.label(records[0]).rpartition(", ")[0], *cells, *(f"{peak_bytes(each) / 2**20:,.1f}" for each in measured)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
 
 
 def _checkpoint_rows(measured: dict[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -58,7 +72,7 @@ def code_map() -> str:
 
 def filled(text: str, records_folder: Path = RECORDS) -> str:
     """README text with what stands between its markers renewed."""
-    for name, content in (("records", table(records_folder)), ("map", code_map())):
+    for name, content in (("records", table(records_folder)), ("suite", suite_table(records_folder / "cpu")), ("map", code_map())):
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
     return text
 

@@ -10,6 +10,7 @@ from ds_gpt import __version__
 VERBS = {
     "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
     "show-config": "print the composed configuration and who owns each number",
+    "bench": "measure speed and memory by suites of cases, and compare records",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
 
