@@ -1,29 +1,56 @@
-"""``python -m benchmarks CASE``: measure, keep a record, and bring the README's tables up to date."""
+"""``python -m benchmarks``: measure, keep records, and make reports of them. ``ds-gpt bench`` is the same."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import convergence, overhead, readme
+from benchmarks import checkpoints, compare, convergence, overhead, readme, report, suite
+from ds_gpt.commands.failure import run_or_fail
 
-CASES = {"convergence": convergence, "overhead": overhead}
+CASES = {"checkpoints": checkpoints, "convergence": convergence, "overhead": overhead}
+_SUITE_FIRST = "run a suite: --suite NAME [--only --skip --dry-run --fresh --price-per-hour --records]; or one of the verbs below"
 
 
-def main() -> None:
-    """Run the case that was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure ds_gpt and keep records of it.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what was asked for; ends the process with status 1 on bad input, or where a comparison finds a regression."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=f"Measure ds_gpt and keep records of it. {_SUITE_FIRST}")
+    suite.add_arguments(parser)
+    verbs = parser.add_subparsers(dest="verb")
     for name, case in CASES.items():
         verb = verbs.add_parser(name, help=(case.__doc__ or "").partition("\n")[0])
         verb.add_argument("--records", type=Path, default=readme.RECORDS, help="folder for the record (default: benchmarks/records)")
         case.add_arguments(verb)
+    for name, module in (("report", report), ("compare", compare)):
+        module.add_arguments(verbs.add_parser(name, help=(module.__doc__ or "").partition("\n")[0]))
     verbs.add_parser("readme", help=(readme.__doc__ or "").partition("\n")[0])
-    options = parser.parse_args()
-    if options.verb == "readme":
-        readme.update()
-    else:
-        print(f"record written: {CASES[options.verb].measure(options)}")
+    options = parser.parse_args(arguments)
+    # A shell starts background jobs with SIGINT ignored; and SIGTERM alone would leave a case's ranks behind.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    if options.verb is None and options.suite is None:
+        parser.print_help()
+        sys.exit(2)
+    run_or_fail(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> None:
+    match options.verb:
+        case None:
+            folder = suite.run(options)
+            if folder:
+                report.write(folder)
+        case "report":
+            report.write(options.folder)
+        case "compare":
+            sys.exit(compare.run(options))
+        case "readme":
+            readme.update()
+        case name:
+            print(f"record written: {CASES[name].measure(options)}")
 
 
 if __name__ == "__main__":

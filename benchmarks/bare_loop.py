@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ds_gpt.commands.arguments import add_config_arguments
 from ds_gpt.config import Hardware, load
 from ds_gpt.config.parse import with_vocabulary
+from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
 from ds_gpt.data import WindowSampler, prepare
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.learning.parameter_groups import parameter_groups
@@ -27,7 +28,7 @@ def main() -> None:
     add_config_arguments(parser)
     parser.add_argument("--warmup-steps", type=int, required=True)
     options = parser.parse_args()
-    composed = load(options.config, options.deepspeed_config, Hardware("cpu", "CPU", 1, bf16=False), options.overrides)
+    composed = load(options.config or DEFAULT_RUN, options.deepspeed_config or DEFAULT_DEEPSPEED, Hardware("cpu", "CPU", 1, bf16=False), options.overrides)
     dataset = prepare(composed.run.data, composed.run.seed)
     run = with_vocabulary(composed.run, dataset.tokenizer.vocab_size)
     torch.manual_seed(run.seed)

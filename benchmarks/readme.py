@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
+from benchmarks import tables
 from benchmarks.records import REPOSITORY, read_all
+from benchmarks.results import peak_bytes, read
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
@@ -25,9 +28,37 @@ def table(records_folder: Path = RECORDS) -> str:
         measured = records["overhead"]["measured"]
         what = "tokens/s of the trainer, one rank, ZeRO-0, as a share of a bare PyTorch loop"
         rows.append((what, f"{measured['ratio_of_medians']:.2f}", "1.00", "overhead"))
+    if "checkpoints" in records:
+        rows += _checkpoint_rows(records["checkpoints"]["measured"])
     lines = ["| measured | here | reference | record |", "|---|---|---|---|"]
     lines += [f"| {what} | {here} | {reference} | `benchmarks/records/{case}.json` |" for what, here, reference, case in rows]
     return "\n".join(lines) + "\n"
+
+
+def suite_table(folder: Path = RECORDS / "cpu") -> str:
+    """The suite's model in every configuration, one against two ranks, as a Markdown table."""
+    rows = [["configuration", "tokens/s, 1 rank", "2 ranks", "CPU ms a step, 1 rank", "2 ranks", "peak MiB a rank, 1 rank", "2 ranks"]]
+    found = tables.families([record for record in read(folder) if record["status"] == "ok"]) if folder.is_dir() else {}
+    for records in found.values():
+        measured = [record["measured"] for record in records]
+        cells = [f"{each['tokens_per_s']:,.0f}" for each in measured] + [f"{each['cpu_step_s'] * 1e3:,.0f}" for each in measured]
+        rows.append([tables.label(records[0]).rpartition(", ")[0], *cells, *(f"{peak_bytes(each) / 2**20:,.1f}" for each in measured)])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+def _checkpoint_rows(measured: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    fp32 = [case for case in measured["cases"] if case["precision"] == "fp32"]
+    size = f"{measured['parameters'] / 1e6:.1f}M parameters, {measured['ranks']} ranks, ZeRO {' / '.join(str(case['stage']) for case in fp32)}"
+
+    def by_stage(key: str, digits: int) -> str:
+        return " / ".join(f"{case[key]:.{digits}f}" for case in fp32)
+
+    return [
+        (f"seconds a save behind training holds it up: {size}", by_stage("background_stall_s_median", 2), f"{by_stage('foreground_stall_s_median', 2)} (in the foreground)", "checkpoints"),
+        ("seconds to check and load that checkpoint", by_stage("resume_s", 2), "", "checkpoints"),
+        ("bytes of a checkpoint per parameter", by_stage("bytes_per_parameter", 2), "12 (fp32 weight and two moments)", "checkpoints"),
+    ]
 
 
 def code_map() -> str:
@@ -41,7 +72,7 @@ def code_map() -> str:
 
 def filled(text: str, records_folder: Path = RECORDS) -> str:
     """README text with what stands between its markers renewed."""
-    for name, content in (("records", table(records_folder)), ("map", code_map())):
+    for name, content in (("records", table(records_folder)), ("suite", suite_table(records_folder / "cpu")), ("map", code_map())):
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
     return text
 

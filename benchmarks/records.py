@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -29,21 +30,38 @@ def write(folder: Path, case: str, command: Sequence[str], device: str, seed: in
         seed: the run's seed.
         measured: the numbers, with units in their names.
     """
-    record = {
-        "case": case,
-        "command": shlex.join(command),
+    record = {"case": case, "command": shlex.join(command), **surroundings(), "device": device, "seed": seed, "measured": measured}
+    path = folder / f"{case}.json"
+    save(path, record)
+    return path
+
+
+def surroundings() -> dict[str, Any]:
+    """When, from which code, with what and on which machine something is measured."""
+    return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
-        "device": device,
-        "host": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0))},
-        "seed": seed,
-        "measured": measured,
+        "versions": versions(),
+        "host": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    return path
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide what is measured."""
+    return {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES}
+
+
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Write a record whole or not at all: an interrupted suite goes on from what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(_compact(json.dumps(record, indent=2)) + "\n")
+    os.replace(temporary, path)
+
+
+def _compact(text: str) -> str:
+    """Put lists of numbers on one line each: a record of a hundred step times is read by people too."""
+    return re.sub(r"\[\s+([-+0-9.eE,\s]+?)\s+\]", lambda match: "[" + re.sub(r"\s+", " ", match[1]) + "]", text)
 
 
 def read_all(folder: Path) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ VERBS = {
     "plan": "predict memory and speed on GPUs that you do not have: what fits, what is fastest, and why",
     "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
     "show-config": "print the composed configuration and who owns each number",
+    "bench": "measure speed and memory by suites of cases, and compare records",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 # A launcher runs this file by path, which puts ds_gpt/ itself first on sys.path: `import ds_gpt` would fail in a
 # checkout that is not installed, and every file beside this one would shadow a top-level module of its name.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if not sys.flags.safe_path:
+    del sys.path[0]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ds_gpt.commands.train import main  # noqa: E402
 

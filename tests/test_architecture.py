@@ -128,7 +128,7 @@ def test_no_child_of_ds_gpt_hides_a_top_level_module() -> None:
 def test_the_launch_entry_defines_no_classes_and_repairs_the_path_first() -> None:
     tree = ast.parse((PACKAGE / "train.py").read_text(encoding="utf-8"))
     assert [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] == []
-    repair = next(n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]).startswith("sys.path"))
+    repair = next(n.lineno for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "sys.path.insert")
     assert repair < min(line for line, name in imports(tree, "ds_gpt") if name.startswith("ds_gpt."))
 
 

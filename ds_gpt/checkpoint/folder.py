@@ -7,6 +7,7 @@ other file. It is written under a temporary name, synced and renamed; ``latest``
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,12 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.shards import FileRecord, record, sync
+from ds_gpt.checkpoint.shards import SHARD_PATTERN, FileRecord, record, sync
 
 LATEST = "latest"
 STATE = "run_state.json"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"^step_(\d{7,})$")
+_REPLACED = "-replaced"  # a checkpoint whose step was saved anew; it counts as one until the new one has its name
+_NAME = re.compile(rf"^step_(\d{{7,}})({_REPLACED})?$")
 
 
 def checkpoint_name(step: int) -> str:
@@ -30,13 +32,13 @@ def checkpoint_name(step: int) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """Inverse of `checkpoint_name`."""
-    return int(checkpoint.name.removeprefix("step_"))
+    return int(checkpoint.name.removeprefix("step_").removesuffix(_REPLACED))
 
 
 def complete(checkpoints: Path) -> list[Path]:
     """Checkpoint folders that were renamed into place, newest first."""
     found = [path for path in checkpoints.glob("step_*") if _NAME.match(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(found, key=lambda path: (step_of(path), not path.name.endswith(_REPLACED)), reverse=True)
 
 
 def prepare_partial(checkpoints: Path, step: int) -> Path:
@@ -64,15 +66,20 @@ def commit(partial: Path, step: int, state: dict[str, Any], records: Iterable[Fi
         records: the ranks' files.
     """
     checkpoints, final = partial.parent, partial.with_name(checkpoint_name(step))
+    replaced = final.with_name(final.name + _REPLACED)
     _write_json(partial / STATE, state)
     files = [*records, record(partial / STATE)]
     _write_json(partial / MANIFEST, {"files": [asdict(file) for file in files]})
     sync(partial)
-    if final.exists():  # the same step, saved before a rollback
-        retire(final)
+    if final.exists():  # the same step, saved before a rollback, or damaged
+        if replaced.exists():
+            retire(replaced)
+        os.rename(final, replaced)
     os.rename(partial, final)
     sync(checkpoints)
     _point_latest_at(final)
+    if replaced.exists():
+        retire(replaced)
     return final
 
 
@@ -102,31 +109,32 @@ def retire(checkpoint: Path) -> None:
 
 
 def retire_after(checkpoints: Path, step: int) -> None:
-    """Remove the checkpoints of later steps than `step`, newest first, and point ``latest`` at what is left."""
-    for path in complete(checkpoints):
-        if step_of(path) > step:
-            retire(path)
-    left = complete(checkpoints)
+    """Point ``latest`` at the newest checkpoint up to `step`, and remove those of later steps, newest first."""
+    found = complete(checkpoints)
+    left = [path for path in found if step_of(path) <= step]
     if left:
         _point_latest_at(left[0])
     else:
         (checkpoints / LATEST).unlink(missing_ok=True)
+    for path in found:
+        if step_of(path) > step:
+            retire(path)
 
 
-def apply_retention(checkpoints: Path, keep_last: int | None, keep_every: int | None, keep_best: bool) -> list[int]:
-    """Remove what need not be kept, and return the steps removed.
+def apply_retention(checkpoints: Path, step: int, keep_last: int | None, keep_every: int | None, keep_best: bool) -> list[int]:
+    """Remove what need not be kept, once the checkpoint of `step` is complete, and return the steps removed.
 
     Kept are the newest `keep_last` (None: all), those of every `keep_every`-th step, and the one with the lowest
-    validation loss.
+    validation loss. Those of later steps are damaged, since the run went on from before them: they count for nothing.
     """
-    found = complete(checkpoints)
+    found = [path for path in complete(checkpoints) if step_of(path) <= step]
     if keep_last is None:
         return []
     kept = set(found[:keep_last])
     if keep_every:
         kept |= {path for path in found if step_of(path) % keep_every == 0}
     if keep_best:
-        losses = {path: loss for path in found if (loss := read_state(path).get("val_loss")) is not None}
+        losses = {path: loss for path in found if math.isfinite(loss := _val_loss(path))}
         if losses:
             kept.add(min(losses, key=lambda path: losses[path]))
     removed = [path for path in found if path not in kept]
@@ -136,11 +144,17 @@ def apply_retention(checkpoints: Path, keep_last: int | None, keep_every: int | 
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Content of ``run_state.json``; empty where it cannot be read."""
+    """Content of ``run_state.json``. Raises OSError or ValueError where a checkpoint that was not checked is damaged."""
+    return json.loads((checkpoint / STATE).read_text())
+
+
+def _val_loss(checkpoint: Path) -> float:
+    """Validation loss at a checkpoint; NaN where none was taken, or it cannot be read."""
     try:
-        return json.loads((checkpoint / STATE).read_text())
+        loss = read_state(checkpoint).get("val_loss")
     except (OSError, ValueError):
-        return {}
+        return math.nan
+    return math.nan if loss is None else loss
 
 
 def damage(checkpoint: Path, mine: Callable[[int], bool] = lambda index: True) -> str | None:
@@ -151,14 +165,25 @@ def damage(checkpoint: Path, mine: Callable[[int], bool] = lambda index: True) -
         mine: which files of the manifest to read, by index: ranks share the work.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        files = [FileRecord(**entry) for entry in manifest["files"]]
-    except FileNotFoundError:
+        return _damage(checkpoint, mine)
+    except OSError as error:  # not raised: the other ranks wait for this one's verdict
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror or error}"
+
+
+def _damage(checkpoint: Path, mine: Callable[[int], bool]) -> str | None:
+    if not (checkpoint / MANIFEST).exists():
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        files = {checkpoint / entry["name"]: FileRecord(**entry) for entry in manifest["files"]}
+    except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
-    for index, expected in enumerate(files):
-        path = checkpoint / expected.name
+    if checkpoint / STATE not in files:
+        return f"{MANIFEST} does not list {STATE}"
+    for path in sorted(checkpoint.glob(SHARD_PATTERN)):  # it would be read along with the others
+        if path not in files:
+            return f"{path.name} is not in {MANIFEST}"
+    for index, (path, expected) in enumerate(files.items()):
         if not path.is_file():
             return f"{expected.name} is missing"
         size_bytes = path.stat().st_size

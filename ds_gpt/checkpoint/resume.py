@@ -10,7 +10,7 @@ from typing import Any
 from ds_gpt.checkpoint.folder import complete, damage, read_state, step_of
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.shards import ShardReader
-from ds_gpt.config import ConfigError, Problem
+from ds_gpt.config import ConfigError, Problem, flatten
 from ds_gpt.engine.engine import Engine
 from ds_gpt.engine.ranks import Ranks
 
@@ -65,7 +65,7 @@ def require_intact(checkpoint: Path, ranks: Ranks) -> None:
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, with (saved, current)."""
-    before, after = _flatten(saved), _flatten(current)
+    before, after = flatten(saved), flatten(current)
     return {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)}
 
 
@@ -121,10 +121,3 @@ def state_from(saved: Mapping[str, Any]) -> RunState:
     values = {field.name: saved[field.name] for field in fields(RunState)}
     values["skipped"] = tuple((first, last) for first, last in values["skipped"])
     return RunState(**values)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -107,7 +107,7 @@ class Saver:
             try:
                 commit(partial_of(self._checkpoints, pending.step), pending.step, pending.state, records)
                 config = self._config
-                removed = apply_retention(self._checkpoints, config.keep_last, config.keep_every, config.keep_best)
+                removed = apply_retention(self._checkpoints, pending.step, config.keep_last, config.keep_every, config.keep_best)
             except OSError as error_of_first:
                 failure = error_of_first
         self._agree(pending.step, failure)

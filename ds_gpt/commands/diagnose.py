@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and diagnose; ends the process with status 1 on an error."""
+    """Parse the command line and diagnose; ends the process with status 2 on bad input."""
     parser = Parser(prog=prog, description="Say what is wrong with a run, finished or running, and draw its curves.", allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="a run folder, or a metrics.jsonl alone")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves (default: diagnosis.png beside the metrics)")
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 def run(options: argparse.Namespace) -> None:
     """Read, diagnose, draw, print. Raises ConfigError where there are no metrics."""
     from ds_gpt.config import ConfigError, Problem
-    from ds_gpt.trainer.diagnosis import diagnose, summary
-    from ds_gpt.trainer.metrics_history import locate, read
+    from ds_gpt.trainer.diagnosis import diagnose
+    from ds_gpt.trainer.metrics_history import locate, read, summary
     from ds_gpt.trainer.plots import plot
 
     metrics = locate(Path(options.run))
@@ -64,8 +64,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def text(name: str, history: History, findings: Sequence[Finding], unreadable: int) -> str:
-    """The diagnosis as a person reads it."""
-    from ds_gpt.trainer.diagnosis import summary
+    """The diagnosis as a person reads it. The losses are those of the first and the last line, as the console showed them."""
+    from ds_gpt.trainer.metrics_history import summary
 
     known = summary(history)
     total = f" of {known['total_steps']}" if known["total_steps"] else ""

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ds_gpt.config import ConfigError
+from ds_gpt.trainer.out_of_memory import OutOfMemory
 
-# The launchers look for a dead rank once a second and then end the others.
-_PATIENCE_S = 15
+# The launchers look for a dead rank once a second and then end the others: by SIGTERM, which a rank in the midst of
+# training takes for a request to save, and deepspeed's after 30 s more by SIGKILL.
+_PATIENCE_S = 35
 
 
 def run_or_fail(function: Callable[[], None]) -> None:
-    """Call `function`; on an error print it (bad input without a traceback) and exit with status 1.
+    """Call `function`; on an error print it, and exit with status 2 where it is bad input, which no restart mends, else 1.
 
     Most errors happen on every rank at once. The first rank speaks; the others wait to be ended by the launcher, and
     speak only if they are still there, because then theirs is an error that the first rank does not have.
@@ -24,18 +26,20 @@ def run_or_fail(function: Callable[[], None]) -> None:
     try:
         function()
     except ConfigError as error:
-        _fail(f"\nds_gpt: {'these need' if len(error.problems) > 1 else 'this needs'} your attention\n\n{error}\n")
+        _fail(f"\nds_gpt: {'these need' if len(error.problems) > 1 else 'this needs'} your attention\n\n{error}\n", status=2)
     except KeyboardInterrupt:
         os._exit(130)
+    except OutOfMemory as error:
+        _fail(str(error))
     except Exception:
         _fail(traceback.format_exc())
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = 1) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
         time.sleep(_PATIENCE_S)
         message = f"rank {rank}: {message}"
     print(message, file=sys.stderr, flush=True)
     # Not sys.exit: with peers gone, tearing down the process group can wait for them for minutes.
-    os._exit(1)
+    os._exit(status)

@@ -14,7 +14,7 @@ from ds_gpt.commands.failure import run_or_fail
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and print; ends the process with status 1 on an error."""
+    """Parse the command line and print; ends the process with status 2 on bad input."""
     parser = Parser(prog=prog, description="Print the composed configuration and who owns each number.", allow_abbrev=False)
     add_config_arguments(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compose for this kind of device (default: cpu)")
@@ -33,20 +33,22 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
 def show(options: argparse.Namespace) -> None:
     """Print the composition. Raises ConfigError where it is impossible."""
-    from ds_gpt.config import ConfigError, Hardware, Problem, load
+    from ds_gpt.config import ConfigError, Hardware, Problem, flatten, load
+    from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
 
     if options.devices < 1:
         raise ConfigError(Problem(f"--devices {options.devices} is not a number of ranks", fix="give 1 or more"))
     cuda = options.device == "cuda"
     hardware = Hardware(options.device, "a bf16-capable GPU" if cuda else "a CPU", options.devices, bf16=cuda)
-    composed = load(options.config, options.deepspeed_config, hardware, options.overrides)
+    config, deepspeed_config = options.config or DEFAULT_RUN, options.deepspeed_config or DEFAULT_DEEPSPEED
+    composed = load(config, deepspeed_config, hardware, options.overrides)
     if options.json:
         print(json.dumps(composed.deepspeed, indent=2))
         return
-    print(f"# the run ({options.config})")
-    _table(_flatten(composed.run.model_dump(mode="json")), composed.run_owners)
-    print(f"\n# what DeepSpeed gets ({options.deepspeed_config}), composed for {options.devices} x {hardware.name}")
-    _table(_flatten(composed.deepspeed), composed.owners)
+    print(f"# the run ({config})")
+    _table(flatten(composed.run.model_dump(mode="json")), composed.run_owners)
+    print(f"\n# what DeepSpeed gets ({deepspeed_config}), composed for {options.devices} x {hardware.name}")
+    _table(flatten(composed.deepspeed), composed.owners)
     for note in composed.notes:
         print(f"\nnote: {note}")
 
@@ -57,13 +59,3 @@ def _table(values: Mapping[str, Any], owners: Mapping[str, str]) -> None:
     width = max(map(len, texts.values()))
     for key, text in texts.items():
         print(f"{key:<{keys}}  {text:<{width}}  {owners.get(key, '')}".rstrip())
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -14,6 +14,7 @@ from ds_gpt.commands.failure import run_or_fail
 if TYPE_CHECKING:
     from ds_gpt.config import Composed
     from ds_gpt.data import Dataset
+    from ds_gpt.engine.ranks import Ranks
 
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -31,7 +32,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and train; ends the process, with status 1 on an error."""
+    """Parse the command line and train; ends the process, with status 2 on bad input and 1 on any other error."""
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
@@ -47,17 +48,22 @@ def train(options: argparse.Namespace) -> None:
     """
     from dataclasses import replace
 
-    from ds_gpt.config import ConfigError, Problem, load
+    import psutil
+
+    from ds_gpt.config import load
     from ds_gpt.config.parse import with_vocabulary
     from ds_gpt.data import prepare
     from ds_gpt.engine.ranks import Ranks
-    from ds_gpt.trainer.start import check_start
+    from ds_gpt.trainer.out_of_memory import check_host_memory
+    from ds_gpt.trainer.start import check_start, configuration
 
     ranks = Ranks.from_environment()
-    composed = load(options.config, options.deepspeed_config, ranks.hardware(), options.overrides)
+    files = configuration(options.config, options.deepspeed_config, options.overrides, options.run_dir, options.resume)
+    composed = load(*files, ranks.hardware(), options.overrides)
     dataset = prepare(composed.run.data, composed.run.seed)
     composed = replace(composed, run=with_vocabulary(composed.run, dataset.tokenizer.vocab_size))
     check_lengths(composed, dataset)
+    check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     if ranks.is_first:
         check_start(options.run_dir, options.resume, composed.run.name)
 
@@ -65,6 +71,7 @@ def train(options: argparse.Namespace) -> None:
     from ds_gpt.engine.engine import Engine, check_deepspeed_config
     from ds_gpt.trainer.console import Console
     from ds_gpt.trainer.loop import Trainer
+    from ds_gpt.trainer.out_of_memory import explained
     from ds_gpt.trainer.run_folder import RunFolder
     from ds_gpt.trainer.start import find_checkpoint, make_start
 
@@ -72,27 +79,23 @@ def train(options: argparse.Namespace) -> None:
     start, console = None, None
     if ranks.is_first:
         start = make_start(options.run_dir, options.resume, composed, dataset)
+        claim = RunFolder(start.folder).claim()  # noqa: F841  held until this process ends
         console = Console(composed.run.training.steps)
         console.summary(composed, str(start.folder), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
     ranks.connect()
-    differs = ranks.agree(dataset.digest) != dataset.digest
-    (differing,) = ranks.sum([float(differs)])  # so that all ranks fail alike, where one alone would leave the others waiting
-    if differing:
-        raise ConfigError(
-            Problem(
-                f"data.corpus = '{composed.run.data.corpus}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
-                "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
-                "give every node the same file",
-            )
-        )
+    check_same_tokens(dataset, composed, ranks)
     start = ranks.agree(start)
     checkpoint = find_checkpoint(start, composed, dataset, ranks, console.say if console else lambda text: None)
     folder = RunFolder(start.folder)
-    trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
-    state = trainer.resume(checkpoint) if checkpoint else RunState()
-    if start.continues and ranks.is_first:
-        folder.continue_from(state.step, composed, dataset.digest)
-    trainer.train(state)
+    with explained(composed, ranks.rank):
+        trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
+        state = trainer.resume(checkpoint) if checkpoint else RunState()
+        if state.step >= composed.run.training.steps:
+            trainer.recorder.say(f"step {state.step} is past training.steps = {composed.run.training.steps}: nothing to do (--set training.steps=N trains on)")
+            return
+        if start.continues and ranks.is_first:
+            folder.continue_from(state.step, composed, dataset.digest)
+        trainer.train(state)
     ranks.disconnect()
 
 
@@ -107,3 +110,23 @@ def check_lengths(composed: Composed, dataset: Dataset) -> None:
     run = composed.run
     WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
     evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
+
+
+def check_same_tokens(dataset: Dataset, composed: Composed, ranks: Ranks) -> None:
+    """Refuse to train on tokens that differ between ranks; every rank must call it.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    from ds_gpt.config import ConfigError, Problem
+
+    differs = ranks.agree(dataset.digest) != dataset.digest
+    (differing,) = ranks.sum([float(differs)])  # so that all ranks fail alike, where one alone would leave the others waiting
+    if differing:
+        raise ConfigError(
+            Problem(
+                f"data.corpus = '{composed.run.data.corpus}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
+                "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
+                "give every node the same file",
+            )
+        )

@@ -2,7 +2,8 @@
 
 from ds_gpt.config.compose import Composed, compose, load
 from ds_gpt.config.errors import ConfigError, Problem
+from ds_gpt.config.files import flatten
 from ds_gpt.config.hardware import Hardware
 from ds_gpt.config.run import ModelConfig, RunConfig
 
-__all__ = ["Composed", "ConfigError", "Hardware", "ModelConfig", "Problem", "RunConfig", "compose", "load"]
+__all__ = ["Composed", "ConfigError", "Hardware", "ModelConfig", "Problem", "RunConfig", "compose", "flatten", "load"]

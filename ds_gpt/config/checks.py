@@ -10,34 +10,47 @@ from ds_gpt.config.errors import Problem
 from ds_gpt.config.files import ConfigFile
 from ds_gpt.config.hardware import Hardware
 from ds_gpt.config.parse import shape_problems
-from ds_gpt.config.run import RunConfig
+from ds_gpt.config.run import DataConfig, OptimizerConfig, ScheduleConfig
 
 
-def run_problems(run: RunConfig) -> list[Problem]:
-    """Impossible combinations inside the run config."""
-    problems = shape_problems(run.model)
-    schedule = run.schedule
+def run_problems(sections: Mapping[str, Any]) -> list[Problem]:
+    """Impossible combinations inside the run config, as far as the sections that are given say."""
+    model, data, optimizer, schedule = (sections.get(name) for name in ("model", "data", "optimizer", "schedule"))
+    return [
+        *(shape_problems(model) if model else []),
+        *(_schedule_problems(schedule, optimizer) if schedule else []),
+        *(_data_problems(data) if data else []),
+    ]
+
+
+def _schedule_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig | None) -> list[Problem]:
+    problems = []
     if schedule.name == "noam" and schedule.warmup_steps == 0:
         problems.append(
             Problem("schedule.warmup_steps = 0 under the noam schedule", "Noam divides by it", "set schedule.warmup_steps: 4000 (the paper's)")
         )
-    if schedule.name == "cosine" and schedule.min_lr > run.optimizer.lr:
+    if schedule.name == "cosine" and optimizer and schedule.min_lr > optimizer.lr:
         problems.append(
             Problem(
-                f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {run.optimizer.lr}",
+                f"schedule.min_lr = {schedule.min_lr} is above optimizer.lr = {optimizer.lr}",
                 "the learning rate would rise instead of decay",
-                f"set schedule.min_lr to {run.optimizer.lr / 10:g}",
-            )
-        )
-    if run.data.corpus == "synthetic" and run.data.synthetic.branching > run.data.synthetic.vocab_size:
-        problems.append(
-            Problem(
-                f"data.synthetic.branching = {run.data.synthetic.branching} is above data.synthetic.vocab_size = {run.data.synthetic.vocab_size}",
-                "a token cannot have more successors than there are tokens",
-                f"set data.synthetic.branching to {run.data.synthetic.vocab_size} or less",
+                f"set schedule.min_lr to {optimizer.lr / 10:g}",
             )
         )
     return problems
+
+
+def _data_problems(data: DataConfig) -> list[Problem]:
+    synthetic = data.synthetic
+    if data.corpus != "synthetic" or synthetic.branching <= synthetic.vocab_size:
+        return []
+    return [
+        Problem(
+            f"data.synthetic.branching = {synthetic.branching} is above data.synthetic.vocab_size = {synthetic.vocab_size}",
+            "a token cannot have more successors than there are tokens",
+            f"set data.synthetic.branching to {synthetic.vocab_size} or less",
+        )
+    ]
 
 
 def deepspeed_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[Problem]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_gpt.config.checks import deepspeed_problems, run_problems
-from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, key_problems
+from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
-from ds_gpt.config.files import ConfigFile, apply_overrides, read_deepspeed_json, read_run_yaml
+from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
-from ds_gpt.config.parse import parse_run
-from ds_gpt.config.run import RunConfig
+from ds_gpt.config.parse import parse_run, sound_sections
+from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
 # What DeepSpeed clips at where the JSON says nothing (older versions: not at all). Said aloud, so that nobody is surprised.
 _DEEPSPEEDS_CLIPPING = 1.0
@@ -40,6 +40,7 @@ class Composed:
         owners: who stated each dotted key of ``deepspeed``, for ``show-config``.
         run_owners: the same for each dotted key of ``run``.
         notes: what was decided for the user, a sentence each.
+        stated: the DeepSpeed config as it was given, ``--set`` included and every ``"auto"`` kept.
     """
 
     run: RunConfig
@@ -52,6 +53,7 @@ class Composed:
     owners: dict[str, str] = field(default_factory=dict)
     run_owners: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    stated: dict[str, Any] = field(default_factory=dict)
 
     @property
     def zero_stage(self) -> int:
@@ -68,21 +70,54 @@ def load(
     run_path: str | Path, deepspeed_path: str | Path, hardware: Hardware, overrides: Iterable[str] = ()
 ) -> Composed:
     """Read both files, lay ``--set`` over them and compose. Raises ConfigError with every problem found."""
-    run_file, deepspeed_file = read_run_yaml(run_path), read_deepspeed_json(deepspeed_path)
-    return compose(*apply_overrides(run_file, deepspeed_file, overrides, KNOWN_KEYS), hardware)
+    run_file, deepspeed_file = _read(run_path, deepspeed_path)
+    run_file, deepspeed_file, problems = lay_over(run_file, deepspeed_file, overrides, KNOWN_KEYS)
+    try:
+        composed = compose(run_file, deepspeed_file, hardware)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return composed
+
+
+def _read(run_path: str | Path, deepspeed_path: str | Path) -> tuple[ConfigFile, ConfigFile]:
+    """Both files. Raises ConfigError with the problems of both; one in the other's place is one problem."""
+    files: list[ConfigFile] = []
+    problems: list[Problem] = []
+    for read, path in ((read_run_yaml, run_path), (read_deepspeed_json, deepspeed_path)):
+        try:
+            files.append(read(path))
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            if read is read_run_yaml and is_deepspeed(files[0].values):
+                problems.append(
+                    Problem(
+                        f"'{path}', given as the run config, is a DeepSpeed config",
+                        "the run config says what is learned, the DeepSpeed config how it runs on the hardware",
+                        f"--deepspeed_config {path}, and a run YAML (ds_configs/runs/quickstart.yaml) for --config",
+                    )
+                )
+    if problems:
+        raise ConfigError(problems)
+    return files[0], files[1]
 
 
 def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware) -> Composed:
     """Compose two files that are already read. Raises ConfigError with every problem found."""
     problems = key_problems(deepspeed_file) + deepspeed_problems(deepspeed_file, hardware)
+    sections = sound_sections(run_file)
+    problems += run_problems(sections)
+    problems += _disagreements(run_file, sections.get("batch"), sections.get("optimizer"), deepspeed_file)
+    micro_batch_size = accumulation_steps = 0
+    if "batch" in sections:
+        micro_batch_size, accumulation_steps, batch_problems = _batch(sections["batch"], deepspeed_file, hardware)
+        problems += batch_problems
     try:
         run = parse_run(run_file)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
-    problems += run_problems(run)
-    problems += _disagreements(run_file, run, deepspeed_file)
-    micro_batch_size, accumulation_steps, batch_problems = _batch(run, deepspeed_file, hardware)
-    problems += batch_problems
     if problems:
         raise ConfigError(problems)
     return _fill(run_file, run, deepspeed_file, hardware, micro_batch_size, accumulation_steps)
@@ -93,18 +128,20 @@ def _number(deepspeed: ConfigFile, key: str) -> Any:
     return None if value == "auto" else value
 
 
-def _disagreements(run_file: ConfigFile, run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
-    """Numbers that both files state and that differ."""
-    optimizer = run.optimizer
-    twice: list[tuple[str, str, Any]] = [("train_batch_size", "batch.global_batch_size", run.batch.global_batch_size)]
-    if run.batch.micro_batch_size != "auto":
-        twice.append(("train_micro_batch_size_per_gpu", "batch.micro_batch_size", run.batch.micro_batch_size))
-    twice += [("optimizer.params.lr", "optimizer.lr", optimizer.lr), ("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer.weight_decay)]
-    if optimizer.name == "adamw":
+def _disagreements(run_file: ConfigFile, batch: BatchConfig | None, optimizer: OptimizerConfig | None, deepspeed: ConfigFile) -> list[Problem]:
+    """Numbers that both files state and that differ; None for a section of the run that cannot be judged."""
+    twice: list[tuple[str, str, Any]] = []
+    if batch:
+        twice.append(("train_batch_size", "batch.global_batch_size", batch.global_batch_size))
+    if batch and batch.micro_batch_size != "auto":
+        twice.append(("train_micro_batch_size_per_gpu", "batch.micro_batch_size", batch.micro_batch_size))
+    if optimizer:
+        twice += [("optimizer.params.lr", "optimizer.lr", optimizer.lr), ("optimizer.params.weight_decay", "optimizer.weight_decay", optimizer.weight_decay)]
+    if optimizer and optimizer.name == "adamw":
         twice += [("optimizer.params.betas", "optimizer.betas", list(optimizer.betas)), ("optimizer.params.eps", "optimizer.eps", optimizer.eps)]
     problems = []
     stated_type = _number(deepspeed, "optimizer.type")
-    if stated_type is not None and str(stated_type).lower() != optimizer.name:
+    if optimizer and stated_type is not None and str(stated_type).lower() != optimizer.name:
         problems.append(_disagreement(run_file, deepspeed, "optimizer.type", stated_type, "optimizer.name", optimizer.name))
     for json_key, run_key, value in twice:
         stated = _number(deepspeed, json_key)
@@ -129,10 +166,10 @@ def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, st
     )
 
 
-def _batch(run: RunConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[int, int, list[Problem]]:
+def _batch(batch: BatchConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[int, int, list[Problem]]:
     """Micro-batch and accumulation steps with micro x accumulation x ranks = global batch."""
-    total, ranks = run.batch.global_batch_size, hardware.world_size
-    micro: Any = run.batch.micro_batch_size
+    total, ranks = batch.global_batch_size, hardware.world_size
+    micro: Any = batch.micro_batch_size
     if micro == "auto":
         micro = _number(deepspeed, "train_micro_batch_size_per_gpu")
     accumulation: Any = _number(deepspeed, "gradient_accumulation_steps")
@@ -146,14 +183,14 @@ def _batch(run: RunConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[i
     product = ranks * (micro or 1) * (accumulation or 1)
     settled = micro is not None and accumulation is not None
     if total % product or (settled and total != product):
-        return 0, 0, [_indivisible(run, total, ranks, micro, accumulation)]
+        return 0, 0, [_indivisible(batch, total, ranks, micro, accumulation)]
     if micro is None:
         accumulation = accumulation or 1
         micro = total // (ranks * accumulation)
     return micro, total // (ranks * micro), []
 
 
-def _indivisible(run: RunConfig, total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
+def _indivisible(batch: BatchConfig, total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
     """The batch that does not divide, with one-number remedies. Each of them works; a test tries them all."""
     factors = f"{ranks} ranks"
     factors += f" x micro-batch {micro}" if micro else ""
@@ -165,7 +202,7 @@ def _indivisible(run: RunConfig, total: int, ranks: int, micro: int | None, accu
     remedies = [f"set batch.global_batch_size to {_either(sizes)}"]
     share = total // ranks
     if micro and total % (ranks * (accumulation or 1)) == 0:
-        key = "train_micro_batch_size_per_gpu" if run.batch.micro_batch_size == "auto" else "batch.micro_batch_size"
+        key = "train_micro_batch_size_per_gpu" if batch.micro_batch_size == "auto" else "batch.micro_batch_size"
         remedies.append(f"{key} to {_either([share // accumulation] if accumulation else _nearest_divisors(share, micro))}")
     if accumulation and total % (ranks * (micro or 1)) == 0:
         fitting = [share // micro] if micro else _nearest_divisors(share, accumulation)
@@ -208,11 +245,15 @@ def _fill(
     _accumulation_dtype(values, precision, owners, notes)
     values.pop("scheduler", None)
     values["optimizer"] = _optimizer(run, values, hardware)
-    for key in _flatten(values["optimizer"], "optimizer."):
+    for key in flatten(values["optimizer"], "optimizer."):
         if deepspeed_file.get(key) in (None, "auto"):
             owners[key] = "ds_gpt" if key.split(".")[-1] in ("torch_adam", "fused") else f"run config: optimizer ({run_file.path.name})"
     if run.optimizer.name == "sgd" and values["zero_optimization"]["stage"] > 0:
         values.setdefault("zero_allow_untested_optimizer", True)
+    warmup_steps, steps = run.schedule.warmup_steps, run.training.steps
+    if warmup_steps >= steps:
+        peak = "only in the last one" if warmup_steps == steps else "never"
+        notes.append(f"schedule.warmup_steps = {warmup_steps} of training.steps = {steps}: the learning rate rises to the end, and reaches its peak {peak}")
     policy = None
     if "activation_checkpointing" in values:
         policy = values["activation_checkpointing"].pop("policy", "full")
@@ -220,13 +261,13 @@ def _fill(
         # DeepSpeed's own linear adds the bias in place to the kept result of the multiplication, so that a
         # recomputation adds it again: wrong gradients, in silence.
         values["zero_optimization"]["memory_efficient_linear"] = False
-    for key in _flatten(values):
+    for key in flatten(values):
         owners.setdefault(key, f"DeepSpeed config ({deepspeed_file.where(key)})" if deepspeed_file.get(key) is not None else "ds_gpt")
     run_owners = {
         key: f"run config ({run_file.where(key)})" if run_file.get(key) is not None else "default"
-        for key in _flatten(run.model_dump(mode="json"))
+        for key in flatten(run.model_dump(mode="json"))
     }
-    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, run_owners, tuple(notes))
+    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, run_owners, tuple(notes), deepspeed_file.values)
 
 
 def _precision(values: dict[str, Any], hardware: Hardware, owners: dict[str, str], notes: list[str]) -> Precision:
@@ -289,11 +330,3 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _without_nulls(value) if isinstance(value, Mapping) else copy.deepcopy(value) for key, value in values.items() if value is not None
     }
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_gpt.config.errors import Problem, did_you_mean
 from ds_gpt.config.files import ConfigFile
+from ds_gpt.config.run import RunConfig
 
 _OFFLOAD = frozenset({"device", "nvme_path", "buffer_count", "pin_memory"})
 
@@ -101,6 +102,11 @@ _NOT_DRIVEN: Mapping[str, str] = {
     "sparse_attention": "remove it",
     "tensor_parallel": "remove it; use ZeRO to split the model over ranks",
 }
+
+
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Whether a file that was given as a run config has keys of a DeepSpeed JSON alone."""
+    return bool(values.keys() & (KNOWN_KEYS[""] - RunConfig.model_fields.keys())) and not values.keys() & (RunConfig.model_fields.keys() - KNOWN_KEYS[""])
 
 
 def key_problems(deepspeed: ConfigFile) -> list[Problem]:

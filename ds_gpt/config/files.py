@@ -42,6 +42,10 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
 _Loader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
 
 
+# Aliases, anchors, directives and what is reserved: no value of --set makes sense that begins so, but a file pattern does.
+_NEVER_A_VALUE = tuple("*&%@`")
+
+
 @dataclass(frozen=True)
 class ConfigFile:
     """A configuration file, with what was laid over it.
@@ -77,6 +81,17 @@ class ConfigFile:
                 return None
             value = value[part]
         return value
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, under dotted keys. An empty dictionary is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _read_text(path: Path, what: str, option: str) -> str:
@@ -149,13 +164,39 @@ def read_deepspeed_json(path: str | Path) -> ConfigFile:
     try:
         values = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except json.JSONDecodeError as error:
+        if _is_run(_yaml_or_none(text)):
+            raise _run_as_deepspeed(path) from None
         raise ConfigError(
             Problem(
                 f"DeepSpeed config '{path}' is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}",
                 fix="mend that line (no comments, no trailing commas, double quotes)",
             )
         ) from None
+    if _is_run(values):
+        raise _run_as_deepspeed(path)
     return ConfigFile(path, _require_mapping(values, "DeepSpeed config", path), _key_lines(text))
+
+
+def _yaml_or_none(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return None
+
+
+def _is_run(values: Any) -> bool:
+    """Whether a file has what only a run config has: most of the sections that each run must state."""
+    return isinstance(values, dict) and len({"model", "batch", "training"} & values.keys()) >= 2
+
+
+def _run_as_deepspeed(path: Path) -> ConfigError:
+    return ConfigError(
+        Problem(
+            f"'{path}', given as the DeepSpeed config, is a run config",
+            "the run config says what is learned, the DeepSpeed config how it runs on the hardware",
+            f"--config {path}, and a DeepSpeed JSON (ds_configs/zero2.json) for --deepspeed_config",
+        )
+    )
 
 
 def _is_section_key(parts: list[str], deepspeed_keys: Mapping[str, Collection[str]]) -> bool:
@@ -166,7 +207,19 @@ def _is_section_key(parts: list[str], deepspeed_keys: Mapping[str, Collection[st
 def apply_overrides(
     run: ConfigFile, deepspeed: ConfigFile, overrides: Iterable[str], deepspeed_keys: Mapping[str, Collection[str]]
 ) -> tuple[ConfigFile, ConfigFile]:
-    """Lay ``key=value`` over whichever of the two files owns the key; values are read as YAML.
+    """`lay_over`, where nothing may be wrong. Raises ConfigError with every problem of the overrides."""
+    run, deepspeed, problems = lay_over(run, deepspeed, overrides, deepspeed_keys)
+    if problems:
+        raise ConfigError(problems)
+    return run, deepspeed
+
+
+def lay_over(
+    run: ConfigFile, deepspeed: ConfigFile, overrides: Iterable[str], deepspeed_keys: Mapping[str, Collection[str]]
+) -> tuple[ConfigFile, ConfigFile, list[Problem]]:
+    """Lay ``key=value`` over whichever of the two files owns the key.
+
+    Values are read as YAML; what begins with a sign that YAML keeps for itself (``*.txt``) is text.
 
     Args:
         run: the run YAML.
@@ -174,8 +227,9 @@ def apply_overrides(
         overrides: ``dotted.key=value`` each.
         deepspeed_keys: the keys that each section of a DeepSpeed JSON may have; its top level is section "".
 
-    Raises:
-        ConfigError: for text without ``=``, a value that is not YAML, or a top-level key that neither file has.
+    Returns:
+        Both files with all that could be laid over them; a problem for each override without ``=``, with a value that
+        is not YAML, or with a top-level key that neither file has.
     """
     run_values, deepspeed_values = copy.deepcopy(run.values), copy.deepcopy(deepspeed.values)
     run_keys: set[str] = set()
@@ -189,7 +243,7 @@ def apply_overrides(
             problems.append(Problem(f"--set '{override}' is not key=value", fix="for example --set training.steps=100"))
             continue
         try:
-            value = yaml.load(text, Loader=_Loader)
+            value = text.strip() if text.lstrip()[:1] in _NEVER_A_VALUE else yaml.load(text, Loader=_Loader)
         except yaml.YAMLError:
             problems.append(Problem(f"--set {key}: '{text}' is not a YAML value", fix=f"quote it: --set '{key}=\"text\"'"))
             continue
@@ -207,9 +261,8 @@ def apply_overrides(
             target = target[part]
         target[parts[-1]] = value
         seen.add(key)
-    if problems:
-        raise ConfigError(problems)
     return (
         ConfigFile(run.path, run_values, run.lines, frozenset(run_keys)),
         ConfigFile(deepspeed.path, deepspeed_values, deepspeed.lines, frozenset(json_keys)),
+        problems,
     )

@@ -27,6 +27,21 @@ def parse_run(run: ConfigFile) -> RunConfig:
         raise ConfigError([_problem(run, parts, details) for parts, details in places.items()]) from None
 
 
+def sound_sections(run: ConfigFile) -> dict[str, Any]:
+    """The sections of the run YAML that are sound by themselves, unknown keys aside, whatever is wrong with the others."""
+    sound: dict[str, Any] = {}
+    for name, field in RunConfig.model_fields.items():
+        section, values = field.annotation, run.values.get(name)
+        if name not in run.values and not field.is_required():
+            sound[name] = field.default
+        elif isinstance(section, type) and issubclass(section, BaseModel) and isinstance(values, dict):
+            try:
+                sound[name] = section.model_validate({key: value for key, value in values.items() if key in section.model_fields})
+            except ValidationError:
+                continue
+    return sound
+
+
 def _parts(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     """The key of a pydantic location, without the names of union branches that pydantic appends."""
     parts: list[str] = []

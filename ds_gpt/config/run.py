@@ -142,7 +142,7 @@ class HealthConfig(Section):
     action: Literal["rollback", "warn", "stop"] = "rollback"  # on a confirmed spike, a divergence, or NaN
     max_rollbacks: NonNegativeInt = 3  # then the run stops: what comes back so often is no accident of the data
     lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5  # on the learning rate after a rollback
-    lr_factor_steps: PositiveInt = 100  # how long
+    lr_factor_steps: PositiveInt = 100  # how long, beyond the step at which it went wrong
     hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long: every rank writes its stacks, and the run ends
 
 

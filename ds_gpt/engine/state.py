@@ -103,8 +103,8 @@ def _stage3(optimizer: Any, parameters: list[tuple[str, Tensor]]) -> _Found:
 
 def _state_of(base: torch.optim.Optimizer, owner: Tensor) -> dict[str, Any]:
     """The base optimizer's state of a tensor that it steps, allocated as its first step would."""
-    if owner not in base.state and isinstance(base, torch.optim.SGD):
-        return {}
+    if isinstance(base, torch.optim.SGD):
+        return base.state.get(owner, {})
     state = base.state[owner]
     if "exp_avg" not in state:
         fused = base.param_groups[0].get("fused")

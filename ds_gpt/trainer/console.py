@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from ds_gpt.config import Composed
 from ds_gpt.model.counts import parameters
 from ds_gpt.trainer.sinks import Metrics, perplexity
 
 _PRECISION = {"fp32": "fp32", "bf16": "bf16, master weights in fp32", "fp16": "fp16, master weights in fp32, dynamic loss scale"}
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}" + "s" * (number != 1)
+
+
+def _shown(perplexity: float) -> str:
+    """With two decimals while they mean something."""
+    return f"{perplexity:.2f}" if perplexity < 10_000 else f"{perplexity:.4g}"
+
+
+class _Status(ProgressColumn):
+    """The numbers of the last logged step: as many whole fields as the others leave room for, the first ones first."""
+
+    max_refresh = None
+
+    def render(self, task: Task) -> RenderableType:
+        return _Fields(task.fields["fields"])
+
+
+class _Fields:
+    def __init__(self, fields: Sequence[str]) -> None:
+        self._fields = fields
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        count = len(self._fields)
+        while count > 1 and len("  ".join(self._fields[:count])) > options.max_width:
+            count -= 1
+        yield Text("  ".join(self._fields[:count]), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, len("  ".join(self._fields)))
 
 
 class Console:
@@ -27,14 +63,14 @@ class Console:
     def summary(self, composed: Composed, run_folder: str, corpus: str) -> None:
         """What is about to run, and what was decided on the user's behalf."""
         run, hardware = composed.run, composed.hardware
-        shape = f"{run.model.layers} layers, width {run.model.width}, {run.model.heads} heads, context {run.model.context}, vocabulary {run.model.vocabulary}"
-        batch = f"{composed.micro_batch_size} a rank x {hardware.world_size} ranks x {composed.accumulation_steps} accumulation steps"
+        shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary}"
+        batch = f"{composed.micro_batch_size} a rank x {_counted(hardware.world_size, 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
         facts = [
             ("model", f"{parameters(run.model):,} parameters: {shape}"),
             ("data", corpus),
-            ("batch", f"{run.batch.global_batch_size} sequences = {composed.tokens_per_step:,} tokens: {batch}"),
+            ("batch", f"{_counted(run.batch.global_batch_size, 'sequence')} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
             ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}"),
             ("precision", _PRECISION[composed.precision]),
@@ -49,14 +85,10 @@ class Console:
         """Begin to show progress at `step` steps done."""
         self._first = (step, time.monotonic())
         if self._console.is_interactive:
-            # The status gets what the others leave: 40 of a terminal's 80 columns, and is cut there.
-            status = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-            columns = (
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24 if self._console.width >= 130 else 8),
-                TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[status]}", table_column=status),
-            )  # fmt: skip
+            bar = BarColumn(bar_width=min(24, max(8, self._console.width // 8)))
+            columns = (TextColumn("step"), MofNCompleteColumn(), bar, TextColumn("ETA"), TimeRemainingColumn(), _Status(table_column=Column(ratio=1)))
             self._progress = Progress(*columns, console=self._console, expand=True)
-            self._task = self._progress.add_task("train", total=self._total_steps, completed=step, status="")
+            self._task = self._progress.add_task("train", total=self._total_steps, completed=step, fields=[])
             self._progress.start()
             # A rank that is ended at once (a second Ctrl-C) cannot bring a hidden cursor back.
             self._console.show_cursor(True)
@@ -68,19 +100,19 @@ class Console:
 
     def write(self, metrics: Metrics) -> None:
         """Show the metrics of a step."""
-        status = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s"
+        fields = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tokens/s"]
         if metrics["mfu"] is not None:
-            status += f"  MFU {metrics['mfu']:.1%}"
-        status += f"  grad norm {metrics['grad_norm']:.2f}  lr {metrics['lr']:.2e}"
+            fields.append(f"MFU {metrics['mfu']:.1%}")
+        fields += [f"grad norm {metrics['grad_norm']:.2f}", f"lr {metrics['lr']:.2e}"]
         validation = ""
         if "val_loss" in metrics:
-            validation = f"  validation loss {metrics['val_loss']:.4f} (perplexity {perplexity(metrics['val_loss']):.2f})"
+            validation = f"  validation loss {metrics['val_loss']:.4f} (perplexity {_shown(perplexity(metrics['val_loss']))})"
         if self._progress:
-            self._progress.update(self._task, completed=metrics["step"], status=status)
+            self._progress.update(self._task, completed=metrics["step"], fields=fields)
             if validation:
                 self.say(f"step {metrics['step']:>6}  loss {metrics['loss']:.4f}{validation}")
         else:
-            self.say(f"step {metrics['step']:>6}/{self._total_steps}  {status}  ETA {self._eta(metrics['step'])}{validation}")
+            self.say(f"step {metrics['step']:>6}/{self._total_steps}  {'  '.join(fields)}  ETA {self._eta(metrics['step'])}{validation}")
 
     def _eta(self, step: int) -> str:
         first, start = self._first or (0, time.monotonic())

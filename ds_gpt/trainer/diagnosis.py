@@ -11,12 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from ds_gpt.trainer.health import DIVERGED, GRADIENT_JUMP, LONE_SPIKE, MAX_GRADIENT, MIN_GRADIENT, MIN_HISTORY, MIN_LOSS_SCALE, PROGRESS, Level, spike_limit
-from ds_gpt.trainer.metrics_history import History, Line
+from ds_gpt.trainer.metrics_history import History
 
 WINDOW, SPIKE_MADS = 64, 6.0  # as health's defaults, but of logged lines
 LEARNED = 0.1  # nats below where it started, or below ln V: less is no learning
@@ -48,9 +48,10 @@ class Finding:
 def diagnose(history: History) -> list[Finding]:
     """Everything worth saying, the gravest first; an empty list where nothing is wrong."""
     checks: tuple[Callable[[History], Iterator[Finding]], ...] = (
-        _non_finite, _loss_scale, _learning, _spikes, _overfitting, _plateau, _gradients, _learning_rate, _throughput, _stragglers, _rollbacks, _validation,
+        _non_finite, _loss_scale, _learning, _guessing, _spikes, _overfitting, _plateau, _gradients, _learning_rate, _throughput, _stragglers, _rollbacks, _validation,
     )  # fmt: skip
     findings = [finding for check in checks for finding in check(history)]
+    findings += _unlogged(history, findings)
     return sorted(findings, key=lambda finding: ("problem", "warning", "note").index(finding.severity))
 
 
@@ -63,33 +64,6 @@ def smooth(values: np.ndarray, half: int) -> np.ndarray:
 def loss_curve(history: History) -> np.ndarray:
     """The training loss, smoothed over an amount that suits the number of lines."""
     return smooth(history.column("loss"), half=min(MIN_HISTORY // 2, len(history.lines) // 20))
-
-
-def summary(history: History) -> dict[str, Any]:
-    """The run in a few numbers, None where they are not known."""
-    loss, validation, speed = loss_curve(history), history.column("val_loss"), history.column("tokens_per_s")
-    best = int(np.nanargmin(validation)) if np.isfinite(validation).any() else None
-    numbers = {
-        "first_step": history.lines[0]["step"],
-        "last_step": history.lines[-1]["step"],
-        "total_steps": history.facts.total_steps,
-        "lines": len(history.lines),
-        "tokens": history.lines[-1].get("tokens"),
-        "loss_start": loss[0],
-        "loss_end": loss[-1],
-        "val_loss_best": None if best is None else validation[best],
-        "val_loss_best_step": None if best is None else history.lines[best]["step"],
-        "tokens_per_s": np.median(speed[np.isfinite(speed)]) if np.isfinite(speed).any() else None,
-        "went_back": [list(pair) for pair in history.returns],
-    }
-    return {key: _plain(value) for key, value in numbers.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Without numpy's types and without NaN, for which JSON has no word."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 def _stretches(history: History, flags: np.ndarray, at_least: int = 1) -> tuple[tuple[int, int], ...]:
@@ -140,15 +114,71 @@ def _learning(history: History) -> Iterator[Finding]:
     guessing = math.log(facts.vocab_size) if facts.vocab_size else loss[np.isfinite(loss)][0] if steps[0] <= 5 * FIRST_STEPS else math.inf
     if loss[best] > guessing - LEARNED and steps[-1] > (facts.warmup_steps or 0):
         start = f"ln V = {guessing:.5g}, which is guessing" if facts.vocab_size else f"{guessing:.5g}, where it started"
-        what = f"it never learned: the loss at step {steps[-1]} is {last:.5g}, never {LEARNED} nats below {start}"
+        what = f"it never learned: the smoothed loss at step {steps[-1]} is {last:.5g}, never {LEARNED} nats below {start}"
         lr = np.nanmax(history.column("lr")) if np.isfinite(history.column("lr")).any() else math.nan
         remedy = f"raise optimizer.lr (its peak so far is {lr:.2g}); look whether inputs and targets belong together"
         yield Finding("never_learned", "problem", what, remedy)
     elif last > loss[best] + DIVERGED:
         since = steps[np.flatnonzero(loss <= loss[best] + DIVERGED)[-1]]
-        what = f"it diverged: the loss was {loss[best]:.5g} at step {steps[best]} and is {last:.5g} at step {steps[-1]}, after step {since}"
+        what = f"it diverged: the smoothed loss was {loss[best]:.5g} at step {steps[best]} and is {last:.5g} at step {steps[-1]}, after step {since}"
         remedy = f"go back to a checkpoint before step {since}; lower optimizer.lr, a longer schedule.warmup_steps, gradient_clipping 1.0"
         yield Finding("divergence", "problem", what, remedy, ((int(since), int(steps[-1])),))
+
+
+def _guessing(history: History) -> Iterator[Finding]:
+    """A loss that is worse than guessing, or was after the first update. Needs no history, only the size of the vocabulary."""
+    facts, steps, loss, validation = history.facts, history.steps, history.column("loss"), history.column("val_loss")
+    if facts.vocab_size is None or facts.vocab_size < 2 or any(_learning(history)):
+        return
+    guessing = math.log(facts.vocab_size)
+    trained = facts.total_steps is not None and history.ended or steps[-1] > max(facts.warmup_steps or 0, FIRST_STEPS)
+    allowed = guessing + (0.0 if trained else DIVERGED)  # fresh weights are somewhat worse than guessing
+    ends = [(name, int(np.flatnonzero(known)[-1]), values) for name, values in (("validation", validation), ("training", loss)) if (known := np.isfinite(values)).any()]
+    worse = [(name, i, values[i]) for name, i, values in ends if values[i] > allowed]
+    only_validation = [name for name, *_ in worse] == ["validation"]
+    if worse and not (only_validation and any(_overfitting(history))):
+        said = " and ".join(f"the last {name} loss is {value:.5g} (step {steps[i]})" for name, i, value in worse)
+        far = max(value for *_, value in worse) > guessing + DIVERGED
+        remedy = "lower optimizer.lr, a longer schedule.warmup_steps, gradient_clipping 1.0" if far else "train for more steps, past the warm-up"
+        if only_validation:
+            remedy = "look whether the validation text is of the same kind; more data, dropout, or an earlier checkpoint if it learned by heart"
+        yield Finding("worse_than_guessing", "problem", f"worse than guessing, which is ln V = {guessing:.5g}: {said}", remedy)
+        return
+    far_above = (loss > guessing + 2 * DIVERGED) & (steps > 1)
+    for spike in _spikes(history):
+        for first, last in spike.spans:
+            far_above &= (steps < first) | (steps > last)
+    if spans := _stretches(history, far_above):
+        what = f"far worse than guessing, which is ln V = {guessing:.5g}, in {far_above.sum()} of {len(loss)} lines, up to {loss[far_above].max():.5g}: {_where(spans)}"
+        yield Finding("far_above_guessing", "warning", what, "lower optimizer.lr, a longer schedule.warmup_steps, gradient_clipping 1.0", spans)
+
+
+# Kinds of health's events that a line for each few steps can miss: the finding that says the same, and what to do.
+_MISSED = {
+    "divergence": ("divergence", "go back to a checkpoint before it; lower optimizer.lr, a longer schedule.warmup_steps"),
+    "non_finite": ("non_finite", "nothing, where it stays at one; else look at the batches of these steps, lower optimizer.lr"),
+    "loss_scale": ("loss_scale", "bf16 where the device has it; else lower optimizer.lr"),
+    "skipped_steps": ("skipped_steps", "bf16 where the device has it; else lower optimizer.lr or a longer schedule.warmup_steps"),
+    "loss_spike": ("loss_spike", "a rollback (health.action) skips such data; where they come often: lower optimizer.lr"),
+    "gradient_spike": ("exploding_gradient", "gradient_clipping 1.0 bounds the update; where it goes on: lower optimizer.lr, a longer schedule.warmup_steps"),
+    "vanishing_gradient": ("vanishing_gradient", "if the loss still falls, nothing; else look at the initialization, a frozen parameter"),
+}
+
+
+def _unlogged(history: History, findings: list[Finding]) -> Iterator[Finding]:
+    """What health saw, which looks at every step, and the logged lines do not show."""
+    near = APART * int(np.median(np.diff(history.steps))) if len(history.steps) > 1 else 0
+    for kind, (same, remedy) in _MISSED.items():
+        told = [finding.spans for finding in findings if finding.kind == same]
+        missed = [
+            (first, last, text)
+            for first, last, text in history.standing(kind)
+            if not any(not spans or any(a - near <= last and first <= b + near for a, b in spans) for spans in told)
+        ]
+        if missed:
+            spans = tuple((first, last) for first, last, _ in missed)
+            more = f" and {len(missed) - 1} more: {_where(spans[1:])}" if len(missed) > 1 else ""
+            yield Finding(same, "problem" if kind == "divergence" else "warning", f"health saw, at every step: {missed[0][2]}{more}", remedy, spans)
 
 
 def _spikes(history: History) -> Iterator[Finding]:
@@ -198,7 +228,7 @@ def _overfitting(history: History) -> Iterator[Finding]:
         return
     what = (
         f"it overfits: validation loss was best, {values[best]:.5g}, at step {steps[best]} and is {values[-1]:.5g} at step {steps[-1]},"
-        f" while training loss fell from {training[best]:.5g} to {training[-1]:.5g}"
+        f" while the smoothed training loss fell from {training[best]:.5g} to {training[-1]:.5g}"
     )
     remedy = f"use the checkpoint of step {steps[best]} (or nearest); train no longer than that, or on more data, with dropout or more weight_decay"
     yield Finding("overfitting", "warning", what, remedy, ((int(steps[best]), int(steps[-1])),))

@@ -1,17 +1,18 @@
 """Is the run well? A pure judgement over what each step reported: no torch, no clock, no random numbers.
 
-Every rank feeds the same numbers, so every rank comes to the same verdict without a word to the others. The state is a
-few thousand numbers and may be lost: after a resume it starts empty, and judges losses again after `MIN_HISTORY` steps.
+Every rank feeds the same numbers, so every rank comes to the same verdict without a word to the others. What it needs
+to go on judging after a resume is saved with a checkpoint: a run that was saved inside a spike is not to be resumed with
+the spike for its usual level.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from ds_gpt.config.run import HealthConfig
 
@@ -139,8 +140,29 @@ class HealthMonitor:
 
     @property
     def suspect(self) -> bool:
-        """Whether something may be under way that is not confirmed yet: what is saved now may not be worth keeping."""
-        return self._spiking.length + self._diverging.length + self._stopped.length + self._stuck.length > 0
+        """Whether something may be under way that is not confirmed yet: what is saved now may not be worth keeping.
+
+        Where it was confirmed and the run went on all the same, as ``action: warn`` has it, saving goes on too.
+        """
+        patience, window = self._config.patience, self._config.window
+        streaks = ((self._spiking, patience), (self._stopped, patience), (self._stuck, patience), (self._diverging, window))
+        return any(0 < streak.length < enough for streak, enough in streaks)
+
+    def memory(self) -> dict[str, Any]:
+        """What `remember` needs to judge as this monitor would: enough losses for the level, and the best ones."""
+        return {
+            "losses": self._level.steps()[-2 * self._config.window :],
+            "best": self._best,
+            "improved": self._improved,
+            "evaluation": min(self._evaluations, key=lambda entry: entry[1], default=None),
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Go on where the monitor stood that gave `memory`, which may have been JSON meanwhile."""
+        for step, loss in memory["losses"]:
+            self._admit(step, loss)
+        self._best, self._improved = (tuple(memory[key]) if memory[key] else None for key in ("best", "improved"))
+        self._evaluations = [tuple(memory["evaluation"])] if memory["evaluation"] else []
 
     def observe(
         self, step: int, loss: float, grad_norm: float, applied: bool = True, loss_scale: float | None = None, val_loss: float | None = None

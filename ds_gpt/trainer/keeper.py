@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ds_gpt.checkpoint.folder import retire_after, step_of
 from ds_gpt.checkpoint.resume import Loaded, load, newest_intact
@@ -32,16 +33,22 @@ class Keeper:
         self._run = engine.composed.run
         self._facts = facts(engine.composed, dataset)
         self._saver = Saver(engine, folder.checkpoints, self._run.checkpoints)
+        self._due = False
         self.health = HealthMonitor(self._run.health, self._run.model.vocabulary)
 
     def save_if_due(self, state: RunState, val_loss: float | None, last: bool) -> None:
         """Save where the configuration says so, and at the end; otherwise see whether a save behind training is done.
 
-        What may turn out to be sick is not saved on the way: a rollback could not use it.
+        What may turn out to be sick is not saved on the way, since a rollback could not use it: the save waits until
+        the suspicion is over.
         """
         every = self._run.checkpoints.every
-        if last or (every and state.step % every == 0 and not self.health.suspect):
-            content = {"val_loss": val_loss, "probe_loss": self._validation.probe_loss(), "facts": self._facts}
+        self._due |= bool(every and state.step % every == 0)
+        if last or (self._due and not self.health.suspect):
+            self._due = False
+            # First what is still being written: its failure must not cost this save.
+            self._completed(self._saver.finish, state, last=False)
+            content = {"val_loss": val_loss, "probe_loss": self._validation.probe_loss(), "facts": self._facts, "health": self.health.memory()}
             self._completed(lambda: self._saver.save(state, content, background=False if last else None), state, last)
         else:
             self._completed(self._saver.poll, state, last)
@@ -75,16 +82,17 @@ class Keeper:
         self._check_restored(checkpoint, loaded)
         for kind in loaded.absent:
             self._recorder.say(f"{checkpoint.name} has no {kind}: it starts at zero")
+        if self._same_data(loaded) and "health" in loaded.saved:
+            self.health.remember(loaded.saved["health"])
         self._recorder.say(f"resumed from {checkpoint} at step {loaded.state.step}\n")
         return loaded.state
 
     def _check_restored(self, checkpoint: Path, loaded: Loaded) -> None:
         """Compare the loss on a few windows with what it was when the run was saved."""
         before, after = loaded.saved["probe_loss"], self._validation.probe_loss()
-        saved = loaded.saved["facts"]
-        if saved["dataset_digest"] != self._facts["dataset_digest"] or saved["data"] != self._facts["data"]:
+        if not self._same_data(loaded):
             return  # other windows: nothing to compare with
-        same = saved["precision"] == self._facts["precision"]
+        same = loaded.saved["facts"]["precision"] == self._facts["precision"]
         if not abs(after - before) <= (_SAME_PRECISION if same else _OTHER_PRECISION) * before:
             raise ConfigError(
                 Problem(
@@ -93,6 +101,12 @@ class Keeper:
                     "check that code and configuration are those of the saved run (run.yaml and environment.json in its folder)",
                 )
             )
+
+    def _same_data(self, loaded: Loaded) -> bool:
+        """Whether a loss of the saved run means what it means in this one."""
+        saved, current = loaded.saved["facts"], self._facts
+        same_windows = saved["dataset_digest"] == current["dataset_digest"] and saved["data"]["val_fraction"] == current["data"]["val_fraction"]
+        return same_windows and saved["loss"] == current["loss"]
 
     def treat(self, state: RunState, verdict: Verdict) -> RunState | None:
         """Act on what health found. Returns the state to go on from where the run was taken back, else None.
@@ -107,9 +121,13 @@ class Keeper:
         if verdict.severity != "rollback" or config.action == "warn":
             return None
         if config.action == "stop" or state.rollbacks >= config.max_rollbacks:
-            tried = f", after {state.rollbacks} rollbacks" if state.rollbacks else ""
+            tried = f", after {state.rollbacks} rollbacks (health.max_rollbacks = {config.max_rollbacks})" if config.action == "rollback" else ""
             raise ConfigError(
-                Problem(f"the run is sick at step {state.step}{tried}: {verdict.message}", "training on would make it worse; nothing was saved since", verdict.remedy)
+                Problem(
+                    f"the run is sick at step {state.step}{tried}: {verdict.message}",
+                    "training on would make it worse; nothing was saved since",
+                    f"{verdict.remedy}. With that changed, --resume goes on from the last checkpoint",
+                )
             )
         return self._roll_back(state, verdict)
 
@@ -123,23 +141,29 @@ class Keeper:
             retire_after(self._folder.checkpoints, step_of(target))
         loaded = load(self._engine, target).state
         config = self._run.health
-        factor = loaded.factor() * config.lr_factor if state.rollbacks == 0 else state.lr_factor * config.lr_factor
-        skipped = (loaded.data_step, state.data_step - 1)
+        # It lasts beyond the step at which the run went wrong: where checkpoints are far apart it would have ended before.
+        until = max(state.lr_factor_until, state.step + config.lr_factor_steps)
+        factor, data_step = config.lr_factor, state.data_step
+        if loaded.step < state.lr_factor_until:  # it came back: more of both
+            factor *= state.lr_factor
+            data_step += state.data_step - state.skipped[-1][0]  # twice as far, so that a long stretch of bad data is passed in a few rollbacks
+        skipped = (loaded.data_step, data_step - 1)
         self.health.rolled_back(loaded.step)
+        self._due = True  # or a crash before the next save would forget what was skipped
         self._recorder.event(
             state.step,
             "rollback",
-            f"rolled back to step {loaded.step}; global batches {skipped[0]} to {skipped[1]} are skipped, the learning rate is x {factor:g} for {config.lr_factor_steps} steps",
-            {"to_step": loaded.step, "skipped": skipped, "lr_factor": factor},
+            f"rolled back to step {loaded.step}; global batches {skipped[0]} to {skipped[1]} are skipped, the learning rate is x {factor:g} until step {until}",
+            {"to_step": loaded.step, "skipped": skipped, "lr_factor": factor, "lr_factor_until": until},
             metrics={"rolled_back_from": state.step},
         )
         return replace(
             loaded,
-            data_step=state.data_step,
+            data_step=data_step,
             lr_factor=factor,
-            lr_factor_until=loaded.step + config.lr_factor_steps,
+            lr_factor_until=until,
             rollbacks=state.rollbacks + 1,
-            skipped=(*state.skipped, skipped),
+            skipped=(*(earlier for earlier in state.skipped if earlier[0] < skipped[0]), skipped),
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.config import Composed
 from ds_gpt.data import Dataset, WindowSampler
 from ds_gpt.data.loader import BatchLoader
-from ds_gpt.engine.engine import Engine
+from ds_gpt.engine.engine import Engine, StepResult
 from ds_gpt.learning.schedule import schedule
 from ds_gpt.trainer.console import Console
 from ds_gpt.trainer.evaluation import Validation, sample_text
@@ -49,6 +49,7 @@ class Trainer:
         self.learning_rate = schedule(run, ranks.world_size)
         self.recorder = Recorder(composed, ranks, folder, console)
         self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder)
+        self._val_loss: float | None = None
 
     def resume(self, checkpoint: Path) -> RunState:
         """Take over a checkpoint; every rank must call it. Raises ConfigError where the loaded model is not the saved one."""
@@ -56,39 +57,47 @@ class Trainer:
 
     def train(self, state: RunState = RunState()) -> Outcome:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
-        run, recorder, val_loss = self.composed.run, self.recorder, None
-        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s)
+        run, recorder = self.composed.run, self.recorder
+        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s, self.engine.model)
+        interrupted = False
         with Interruption() as interruption, recorder.recording(state.step), watchdog, self._closing():
-            while state.step < run.training.steps:
+            while state.step < run.training.steps and not interrupted:
                 lr = self.learning_rate(state.step) * state.factor()
                 result = self.engine.step(state.step, self.loader.load(state.data_step), lr, interruption.requested)
-                state = state.after_step(self.composed.tokens_per_step)
                 recorder.stopwatch.step_done()
-                last = result.interrupted or state.step == run.training.steps
-                evaluated = None
-                if last or state.step % run.evaluation.every == 0:
-                    with recorder.stopwatch.paused():
-                        evaluated = val_loss = self.validation.loss()
-                verdict = self.keeper.health.observe(state.step, result.loss, result.grad_norm, result.applied, result.loss_scale, evaluated)
-                if evaluated is not None or verdict.severity != "ok" or state.step % run.log_every == 0:
-                    recorder.metrics(state, lr, result, evaluated, self.engine.slowest_rank())
-                else:
-                    recorder.advance(state.step)
-                with recorder.stopwatch.paused():
-                    went_back_to = self.keeper.treat(state, verdict)
-                    if went_back_to is None or result.interrupted:
-                        self.keeper.save_if_due(went_back_to or state, evaluated, last)
+                state = self._after_step(state.after_step(self.composed.tokens_per_step), lr, result)
+                interrupted = result.interrupted
                 watchdog.beat()
-                state = went_back_to or state
-                if result.interrupted:
-                    break
-            interrupted = state.step < run.training.steps
             text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
-        recorder.say(f"\nsaved in {self.folder.checkpoints}" + (", as asked to stop" if interrupted else ""))
+        recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
         if text and self.engine.ranks.is_first:
             self.folder.sample.write_text(text, encoding="utf-8")
             recorder.say(f"\nsample:\n{text}")
-        return Outcome(state, val_loss, interrupted)
+        return Outcome(state, self._val_loss, interrupted)
+
+    def _after_step(self, state: RunState, lr: float, result: StepResult) -> RunState:
+        """Evaluate, judge, record and save what is due after a step. Returns the state to go on from: an earlier one after a rollback."""
+        run, recorder, health = self.composed.run, self.recorder, self.keeper.health
+        last = state.step == run.training.steps
+        val_loss = None
+        # Who asked to stop may give seconds of grace: they are for saving.
+        if not result.interrupted and (last or state.step % run.evaluation.every == 0):
+            with recorder.stopwatch.paused():
+                val_loss = self._val_loss = self.validation.loss()
+        verdict = health.observe(state.step, result.loss, result.grad_norm, result.applied, result.loss_scale, val_loss)
+        if val_loss is not None or result.interrupted or verdict.severity != "ok" or state.step % run.log_every == 0:
+            recorder.metrics(state, lr, result, val_loss, self.engine.slowest_rank())
+        else:
+            recorder.advance(state.step)
+        if result.interrupted:
+            recorder.say(f"step {state.step}: asked to stop, saving")
+        with recorder.stopwatch.paused():
+            earlier = self.keeper.treat(state, verdict)
+            if earlier is None:
+                self.keeper.save_if_due(state, val_loss, last or result.interrupted)
+            elif result.interrupted:
+                self.keeper.save_if_due(earlier, None, last=True)
+        return earlier or state
 
     @contextmanager
     def _closing(self) -> Iterator[None]:

@@ -70,10 +70,48 @@ class History:
         """The logged steps."""
         return np.array([line["step"] for line in self.lines], dtype=np.int64)
 
+    def standing(self, kind: str) -> list[tuple[int, int, str]]:
+        """(first step, last step, text) of the events of a kind, without those whose steps were done again."""
+        found: list[tuple[int, int, str]] = []
+        for event in self.events:
+            name, step, since, to_step = event.get("event"), event["step"], event.get("since"), event.get("to_step")
+            if name in ("rollback", "saved"):  # these say where the run stands
+                found = [earlier for earlier in found if earlier[1] <= (to_step if isinstance(to_step, int) else step)]
+            elif name == kind:
+                found.append((min(since, step) if isinstance(since, int) else step, step, str(event.get("text") or f"{kind} at step {step}")))
+        return found
+
     @property
     def ended(self) -> bool:
         """Whether the last step was reached, as far as is known."""
         return self.facts.total_steps is None or bool(self.steps[-1] >= self.facts.total_steps)
+
+
+def summary(history: History) -> dict[str, Any]:
+    """The run in a few numbers, None where they are not known."""
+    loss, validation, speed = history.column("loss"), history.column("val_loss"), history.column("tokens_per_s")
+    best = int(np.nanargmin(validation)) if np.isfinite(validation).any() else None
+    numbers = {
+        "first_step": history.lines[0]["step"],
+        "last_step": history.lines[-1]["step"],
+        "total_steps": history.facts.total_steps,
+        "lines": len(history.lines),
+        "tokens": history.lines[-1].get("tokens"),
+        "loss_start": loss[0],
+        "loss_end": loss[-1],
+        "val_loss_best": None if best is None else validation[best],
+        "val_loss_best_step": None if best is None else history.lines[best]["step"],
+        "tokens_per_s": np.median(speed[np.isfinite(speed)]) if np.isfinite(speed).any() else None,
+        "went_back": [list(pair) for pair in history.returns],
+    }
+    return {key: _plain(value) for key, value in numbers.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Without numpy's types and without NaN, for which JSON has no word."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
 
 
 def _number(value: Any) -> float:

@@ -15,6 +15,7 @@ from ds_gpt.trainer.metrics_history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MEASURED, _SMOOTH, _VALIDATION, _MARK, _QUIET = "#a9c4e4", "#1f4e8c", "#d9601a", "#c1272d", "#888888"
 # In which panel a finding is marked.
@@ -28,6 +29,11 @@ def plot(history: History, findings: Sequence[Finding], path: Path, title: str) 
         OSError: the file cannot be written.
         ValueError: its ending names no image format.
     """
+    draw(history, findings, title).savefig(path, dpi=110)
+
+
+def draw(history: History, findings: Sequence[Finding], title: str) -> Figure:
+    """The picture itself."""
     from matplotlib.figure import Figure  # without pyplot: no display, no state shared with the caller
 
     figure = Figure(figsize=(11, 10), layout="constrained")
@@ -47,7 +53,7 @@ def plot(history: History, findings: Sequence[Finding], path: Path, title: str) 
     panels["tokens_per_s"].set_xlabel("step")
     kinds = ", ".join(finding.kind.replace("_", " ") for finding in findings) or "nothing is wrong"
     figure.suptitle(f"{title}: {kinds}", fontsize=11, x=0.01, ha="left", wrap=True)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _loss(axes: Axes, history: History) -> None:
@@ -62,7 +68,9 @@ def _loss(axes: Axes, history: History) -> None:
     if evaluated.any():
         axes.plot(steps[evaluated], validation[evaluated], "o-", color=_VALIDATION, markersize=4, linewidth=1.2, label="validation")
         best = int(np.nanargmin(validation))
-        axes.annotate(f"best {validation[best]:.4g}", (steps[best], validation[best]), (0, -14), textcoords="offset points", color=_VALIDATION, ha="center")
+        along = (steps[best] - steps[0]) / max(1, steps[-1] - steps[0])
+        side = "left" if along < 0.1 else "right" if along > 0.9 else "center"  # within the axes wherever it is
+        axes.annotate(f"best {validation[best]:.4g}", (steps[best], validation[best]), (0, -14), textcoords="offset points", color=_VALIDATION, ha=side)
     shown = np.concatenate([curve[np.isfinite(curve)], validation[evaluated]])
     if len(shown):
         low, high, start = min(shown.min(), np.nanmin(loss)) if np.isfinite(loss).any() else shown.min(), shown.max(), shown[0]

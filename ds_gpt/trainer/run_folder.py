@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -19,6 +20,7 @@ from ds_gpt import __version__
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.data import Tokenizer
 
+STATED = "deepspeed_config.json"  # as the user gave it, "auto" and all: what --resume goes on with
 _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
@@ -57,13 +59,36 @@ class RunFolder:
             raise _unusable(path, error) from None
         return cls(path)
 
+    def claim(self) -> IO[str]:
+        """Take the run for this process, for as long as the returned file is open; the kernel frees it if the process dies.
+
+        Raises:
+            ConfigError: another process trains it.
+        """
+        lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                Problem(
+                    f"the run '{self.path}' is being trained by {lock.read().strip() or 'another process'}",
+                    "two processes would write into each other's metrics and checkpoints",
+                    "wait for it or stop it; without --resume a new run gets a folder of its own",
+                )
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+        return lock
+
     def continue_from(self, step: int, composed: Composed, dataset_digest: str) -> None:
-        """Make the folder of an earlier run ready to go on at `step`; what is replaced moves to ``history/``.
+        """Make the folder of an earlier run ready to go on at `step`; what is replaced is copied to ``history/``.
 
         Metrics of later steps are taken out of ``metrics.jsonl``: these steps are about to be trained again.
         """
         history = _first_free(self.path / "history" / f"until_step_{step:07d}")
-        for name in ("run.yaml", "deepspeed.json", "environment.json", self.metrics.name):
+        for name in ("run.yaml", "deepspeed.json", STATED, "environment.json", self.metrics.name):
             if (self.path / name).exists():
                 shutil.copy2(self.path / name, history / name)
         _write_config(self.path, composed, dataset_digest)
@@ -77,6 +102,7 @@ class RunFolder:
 def _write_config(path: Path, composed: Composed, dataset_digest: str) -> None:
     (path / "run.yaml").write_text(yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     (path / "deepspeed.json").write_text(json.dumps(composed.deepspeed, indent=2) + "\n")
+    (path / STATED).write_text(json.dumps(composed.stated, indent=2) + "\n")
     (path / "environment.json").write_text(json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
 
 

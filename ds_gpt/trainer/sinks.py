@@ -46,7 +46,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         # What an interrupted run wrote of the steps that are about to be trained again is not shown.
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, metrics: Metrics) -> None:
         """Add every number but the step as a scalar, with the perplexity beside each loss."""

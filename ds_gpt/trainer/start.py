@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.folder import STATE, complete, read_state
+from ds_gpt.checkpoint.folder import LATEST, STATE, complete, read_state, remove
 from ds_gpt.checkpoint.resume import check_fits, newest_intact, require_intact
 from ds_gpt.config import Composed, ConfigError, Problem
+from ds_gpt.config.files import read_run_yaml
+from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
 from ds_gpt.data import Dataset
 from ds_gpt.engine.ranks import Ranks
-from ds_gpt.trainer.run_folder import RunFolder, check_unused, environment
+from ds_gpt.trainer.run_folder import STATED, RunFolder, check_unused, environment
 
 AUTO = "auto"
 
@@ -38,10 +41,10 @@ def check_start(run_dir: str | None, resume: str | None, name: str) -> None:
     Raises:
         ConfigError: a ``--run-dir`` that is in use, or a ``--resume`` that is neither a run nor a checkpoint.
     """
-    if resume is None or (resume != AUTO and _is_checkpoint(Path(resume))):
-        if run_dir:
+    if resume is None or resume == AUTO or _is_checkpoint(Path(resume)):
+        if run_dir and not (resume == AUTO and _is_run(Path(run_dir))):
             check_unused(run_dir)
-    elif resume != AUTO:
+    else:
         _require_run(Path(resume))
         if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
             raise ConfigError(
@@ -63,7 +66,7 @@ def make_start(run_dir: str | None, resume: str | None, composed: Composed, data
         return Start(Path(resume), None, continues=True)
     if resume == AUTO:
         existing = Path(run_dir) if run_dir else _newest(composed.run.name)
-        if existing is not None and (existing / "run.yaml").exists():
+        if existing is not None and _is_run(existing):
             return Start(existing, None, continues=True)
     folder = RunFolder.create(run_dir, composed, dataset.tokenizer, dataset.digest)
     return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
@@ -82,6 +85,15 @@ def find_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: R
     Raises:
         ConfigError: a checkpoint asked for by name is damaged, or the saved state has no meaning in this run.
     """
+    try:
+        return _fitting_checkpoint(start, composed, dataset, ranks, say)
+    except ConfigError:
+        if ranks.is_first and not start.continues:  # just made: the next --resume would take it for the newest run
+            remove(start.folder)
+        raise
+
+
+def _fitting_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
     if start.checkpoint is not None:
         require_intact(start.checkpoint, ranks)
         checkpoint = start.checkpoint
@@ -115,8 +127,12 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / STATE).is_file()
 
 
+def _is_run(path: Path) -> bool:
+    return (path / "run.yaml").is_file()
+
+
 def _require_run(path: Path) -> None:
-    if not (path / "run.yaml").is_file():
+    if not _is_run(path):
         near = f"; '{complete(path)[0]}' is one" if path.is_dir() and complete(path) else ""
         raise ConfigError(
             Problem(
@@ -128,10 +144,29 @@ def _require_run(path: Path) -> None:
 
 
 def _newest(name: str) -> Path | None:
-    """The last of ``runs/NAME``, ``runs/NAME-2``, ... that exists."""
-    path, number = Path("runs") / name, 1
-    if not path.exists():
-        return None
-    while path.with_name(f"{name}-{number + 1}").exists():
-        number += 1
-    return path if number == 1 else path.with_name(f"{name}-{number}")
+    """Of ``runs/NAME``, ``runs/NAME-2``, ... the one that was started last, among those with a checkpoint if any has one."""
+    numbered = re.compile(re.escape(name) + r"(-\d+)?")
+    found = [path for path in Path("runs").glob(f"{name}*") if numbered.fullmatch(path.name) and _is_run(path)]
+    return max(found, key=lambda path: ((path / "checkpoints" / LATEST).exists(), (path / "run.yaml").stat().st_mtime), default=None)
+
+
+def configuration(config: str | None, deepspeed_config: str | None, overrides: Sequence[str], run_dir: str | None, resume: str | None) -> tuple[Path, Path]:
+    """The two files to compose: those that were given, else those of the run to resume, else the defaults.
+
+    Args:
+        config: ``--config``.
+        deepspeed_config: ``--deepspeed_config``.
+        overrides: each ``--set``; one may name the run.
+        run_dir: ``--run-dir``.
+        resume: ``--resume``.
+    """
+    named = config or DEFAULT_RUN
+    resumed: Path | None = None
+    if resume == AUTO:
+        names = [text.removeprefix("name=") for text in overrides if text.startswith("name=")] or [read_run_yaml(named).values.get("name")]
+        resumed = Path(run_dir) if run_dir else _newest(str(names[-1]))
+    elif resume is not None:
+        resumed = Path(resume).parent.parent if _is_checkpoint(Path(resume)) else Path(resume)
+    if resumed is None or not (resumed / STATED).is_file():
+        return Path(named), Path(deepspeed_config or DEFAULT_DEEPSPEED)
+    return Path(config or resumed / "run.yaml"), Path(deepspeed_config or resumed / STATED)

@@ -1,4 +1,4 @@
-"""End a run that hangs: no step finished in time, so every rank says where it stands, and the launcher ends the rest."""
+"""End a run that hangs: nothing finished in time, so every rank says where it stands, and the launcher ends the rest."""
 
 from __future__ import annotations
 
@@ -10,29 +10,40 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from torch import nn
+
+_LAST_RESORT_S = 5.0
+
 
 class Watchdog:
-    """While active, a thread watches the time since the last `beat`.
+    """While active, a thread watches the time since the last sign of life: a forward pass of the model, or a `beat`.
 
-    Every rank has one, since in a collective that hangs all ranks wait: the one that is elsewhere is the one to look at.
+    A forward pass is one of many micro-steps, of an evaluation, of a token of the sample: what is slow but gets on is
+    left alone. Every rank has a watchdog, since in a collective that hangs all ranks wait: the one that is elsewhere is
+    the one to look at.
 
     Args:
         folder: the run's folder; the stacks of rank N go to ``stacks/rank_0000N.txt`` there.
         rank: this rank.
-        timeout_s: seconds without a beat after which the process ends with status 1.
+        timeout_s: seconds without a sign of life after which the process ends with status 1.
+        model: the model whose forward passes count.
     """
 
-    def __init__(self, folder: Path, rank: int, timeout_s: float) -> None:
-        self._path, self._rank, self._timeout_s = folder / "stacks" / f"rank_{rank:05d}.txt", rank, timeout_s
+    def __init__(self, folder: Path, rank: int, timeout_s: float, model: nn.Module) -> None:
+        self._path, self._rank, self._timeout_s, self._model = folder / "stacks" / f"rank_{rank:05d}.txt", rank, timeout_s, model
         self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self) -> None:
-        """Something finished: a step, an evaluation, a save."""
+        """Something finished: a step, a save."""
         self._last = time.monotonic()
+        # Where the thread can't act, because what hangs holds the GIL (a read from a dead network disk), or because the
+        # stacks can't be written (the same disk): Python's own, in C, which writes to stderr.
+        faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=sys.__stderr__)
 
     def __enter__(self) -> Watchdog:
+        self._passes = self._model.register_forward_hook(lambda *_: self.beat())
         self.beat()
         self._thread.start()
         return self
@@ -40,6 +51,8 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
+        self._passes.remove()
+        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         # In short naps: a beat moves the deadline while the thread sleeps.
@@ -52,9 +65,9 @@ class Watchdog:
         with self._path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         print(
-            f"\nds_gpt: rank {self._rank}: nothing finished in {self._timeout_s:g} s (health.hang_timeout_s); "
+            f"ds_gpt: rank {self._rank}: nothing finished in {self._timeout_s:g} s (health.hang_timeout_s); "
             f"its stacks are in '{self._path}'. The rank whose stack differs from the others is the one they wait for.",
-            file=sys.stderr,
+            file=sys.__stderr__,  # not sys.stderr, which a live progress bar has replaced, and whose lock the main thread may hold
             flush=True,
         )
         os._exit(1)  # the main thread may never return from where it waits

@@ -15,8 +15,8 @@ LAUNCHER_LIMIT_S = 40  # about 6; the launcher alone takes 3
 
 
 def assert_refused(ended: Ended, limit_s: float, *words: str) -> None:
-    """Ended with status 1 in time, having said `words` in the one text."""
-    assert ended.status == 1, ended.out + ended.err
+    """Ended with status 2 in time, having said `words` in the one text."""
+    assert ended.status == 2, ended.out + ended.err
     assert ended.seconds < limit_s
     assert ended.err.count("ds_gpt: ") == 1, ended.err
     assert "attention" in ended.err and "\ndo:  " in ended.err

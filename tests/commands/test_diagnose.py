@@ -38,7 +38,7 @@ def found(folder: Path, *arguments: object) -> list[str]:
 def test_a_file_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT, "any.jsonl")
     ended = diagnosed(tmp_path, path)
-    assert "step 200, 12,800 tokens, loss 2" in ended.out and "best validation loss 1.9 at step 200" in ended.out
+    assert f"step 200, 12,800 tokens, loss {LINES[0]['loss']:.5g} -> {LINES[-1]['loss']:.5g}, " in ended.out and "best validation loss 1.9 at step 200" in ended.out
     assert "Nothing is wrong." in ended.out and f"curves in {tmp_path / 'diagnosis.png'}" in ended.out
     assert (tmp_path / "diagnosis.png").read_bytes()[:4] == b"\x89PNG"
     diagnosed(tmp_path, path, "--plot", tmp_path / "other.svg")
@@ -67,6 +67,13 @@ def test_events_of_the_run_folder_are_read(tmp_path: Path) -> None:
     assert "Nothing is wrong. Worth a note:" in ended.out and "rolled back 1 time: from step 90 to 50" in ended.out
 
 
+def test_events_tell_what_the_lines_missed(tmp_path: Path) -> None:
+    written(tmp_path, TEXT)
+    written(tmp_path, '{"step": 90, "event": "gradient_spike", "since": 88, "text": "gradient norm 22.5 at step 90"}\n', "events.jsonl")
+    ended = diagnosed(tmp_path, tmp_path)
+    assert "1. warning: health saw, at every step: gradient norm 22.5" in ended.out and "Nothing is wrong" not in ended.out
+
+
 def test_json_is_strict(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -93,7 +100,7 @@ def test_what_is_no_metrics_is_refused(tmp_path: Path, content: str | None, word
     if content is not None:
         written(tmp_path, content, "given.jsonl")
     ended = ran(tmp_path, *DS_GPT, "diagnose", tmp_path / "given.jsonl")
-    assert ended.status == 1 and "attention" in ended.err and "\ndo:  give" in ended.err and "Traceback" not in ended.err
+    assert ended.status == 2 and "attention" in ended.err and "\ndo:  give" in ended.err and "Traceback" not in ended.err
     assert all(word in ended.err for word in [*words, "given.jsonl"]), ended.err
     assert not (tmp_path / "diagnosis.png").exists()
 
@@ -103,13 +110,13 @@ def test_a_folder_without_metrics_and_a_mistyped_one(tmp_path: Path) -> None:
     assert "holds no metrics.jsonl" in ran(tmp_path, *DS_GPT, "diagnose", "runs/mine").err
     written(tmp_path / "runs" / "mine", TEXT)
     ended = ran(tmp_path, *DS_GPT, "diagnose", "runs/min")
-    assert ended.status == 1 and "'runs/min' does not exist" in ended.err and "give one of runs/mine" in ended.err
+    assert ended.status == 2 and "'runs/min' does not exist" in ended.err and "give one of runs/mine" in ended.err
 
 
 @pytest.mark.parametrize("name", ["none/x.png", "x.doc"])
 def test_a_plot_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     ended = ran(tmp_path, *DS_GPT, "diagnose", written(tmp_path, TEXT), "--plot", name)
-    assert ended.status == 1 and f"--plot '{name}' cannot be written" in ended.err and "Traceback" not in ended.err
+    assert ended.status == 2 and f"--plot '{name}' cannot be written" in ended.err and "Traceback" not in ended.err
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

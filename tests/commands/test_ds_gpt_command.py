@@ -61,11 +61,11 @@ def test_show_config_into_a_closed_pipe(tmp_path: Path) -> None:
 
 def test_show_config_refuses_like_training(tmp_path: Path) -> None:
     ended = ran(tmp_path, *DS_GPT, "show-config", "--devices", 3, "--set", "trainin.steps=2")
-    assert ended.status == 1 and ended.out == ""
+    assert ended.status == 2 and ended.out == ""
     assert "trainin" in ended.err and "Traceback" not in ended.err
     for words in (["--devices", "0"], ["--devices", "two"], ["--device", "tpu"]):
         ended = ran(tmp_path, *DS_GPT, "show-config", *words)
-        assert ended.status == 1 and words[1] in ended.err and "Traceback" not in ended.err
+        assert ended.status == 2 and words[1] in ended.err and "Traceback" not in ended.err
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -71,7 +71,7 @@ def test_the_8_gpu_command_of_the_readme(tmp_path: Path, tiny: list[str]) -> Non
     ended = ran(job_folder, *command, deadline_s=120)
     assert_trained(ended, tmp_path / "run")
     assert ended.err == ""
-    assert "64 sequences = 1,024 tokens: 8 a rank x 8 ranks x 1 accumulation steps" in ended.out
+    assert "64 sequences = 1,024 tokens: 8 a rank x 8 ranks x 1 accumulation step" in ended.out
     assert "ZeRO stage 2" in ended.out
     # lr 4e-4, times the root of 8 ranks, in the 4th of 1000 steps of warm-up.
     assert metrics(tmp_path / "run")[-1]["lr"] == pytest.approx(4e-4 * 8**0.5 * 4 / 1000)

@@ -355,3 +355,12 @@ def test_gradient_clipping_is_a_number(bench, value: str) -> None:
 def test_accumulation_boundaries_belong_to_deepspeed(bench) -> None:
     assert "managed_gradient_accumulation" in bench.problem("managed_gradient_accumulation=false").what
     bench.load("managed_gradient_accumulation=true")
+
+
+@pytest.mark.parametrize("name", ["cosine", "constant", "noam"])
+@pytest.mark.parametrize(("warmup_steps", "peak"), [(9, None), (10, "only in the last one"), (50, "never")])
+def test_a_warm_up_as_long_as_the_run_is_noted(bench, name: str, warmup_steps: int, peak: str | None) -> None:
+    notes = bench.load(f"schedule.name={name}", f"schedule.warmup_steps={warmup_steps}").notes
+    found = [note for note in notes if "schedule.warmup_steps" in note]
+    expected = [f"schedule.warmup_steps = {warmup_steps} of training.steps = 10: the learning rate rises to the end, and reaches its peak {peak}"]
+    assert found == (expected if peak else [])

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_bench import CPU
 
-from ds_gpt.config import ConfigError
+from ds_gpt.config import ConfigError, flatten, load
 from ds_gpt.config.files import read_deepspeed_json, read_run_yaml
 
+SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 BOTH = [(read_run_yaml, "--config", "run.yaml"), (read_deepspeed_json, "--deepspeed_config", "zero2.json")]
 
 
@@ -128,12 +130,42 @@ def test_where_names_the_line_of_a_key(tmp_path: Path, indent: str) -> None:
 
 
 def test_importing_the_config_needs_no_torch_and_takes_under_half_a_second() -> None:
-    """``ds-gpt plan`` and every error message start here: nobody waits for torch to read that a key is misspelt."""
+    """``ds-gpt show-config`` and every error message start here: nobody waits for torch to read that a key is misspelt."""
     code = (
-        "import time; start = time.perf_counter(); import ds_gpt.config; spent_s = time.perf_counter() - start; import sys; "
+        "import time; start = time.process_time(); import ds_gpt.config; spent_s = time.process_time() - start; import sys; "
         "print(spent_s, *{m.split('.')[0] for m in sys.modules} & {'torch', 'deepspeed', 'numpy'})"
     )
-    # The shortest of three: the machine may be busy, the import is what is bounded.
+    # Of the processor's time, the shortest of three: the machine may be busy, the import is what is bounded.
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
     assert [run[1:] for run in runs] == [[], [], []]
     assert min(float(run[0]) for run in runs) < 0.5
+
+
+@pytest.mark.parametrize("name", ["zero2.json", "zero3_offload.json", "fp16.json"])
+def test_a_deepspeed_json_in_the_place_of_the_run_config_is_one_problem(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(SHIPPED / name, SHIPPED / "zero0.json", CPU)
+    assert "given as the run config, is a DeepSpeed config" in only_problem(caught.value) and f"--deepspeed_config {SHIPPED / name}" in only_problem(caught.value)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gpt_1b", "gpt2_124m"])
+def test_a_run_yaml_in_the_place_of_the_deepspeed_config_is_one_problem(tmp_path: Path, name: str) -> None:
+    run = SHIPPED / "runs" / f"{name}.yaml"
+    with pytest.raises(ConfigError) as caught:
+        load(run, run, CPU)
+    assert "given as the DeepSpeed config, is a run config" in only_problem(caught.value) and f"--config {run}" in only_problem(caught.value)
+    (tmp_path / "run.json").write_text('{"model": {}, "batch": {}, "training": {}}')
+    with pytest.raises(ConfigError, match="is a run config"):
+        read_deepspeed_json(tmp_path / "run.json")
+
+
+def test_both_exchanged_and_both_missing_are_two_problems(tmp_path: Path) -> None:
+    for run, deepspeed in ((SHIPPED / "zero2.json", SHIPPED / "runs" / "quickstart.yaml"), (tmp_path / "x.yaml", tmp_path / "x.json")):
+        with pytest.raises(ConfigError) as caught:
+            load(run, deepspeed, CPU)
+        assert len(caught.value.problems) == 2
+
+
+def test_flatten() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [{"f": 2}]}) == {"a.b.c": 1, "a.d": {}, "e": [{"f": 2}]}
+    assert flatten({"a": 1}, "x.") == {"x.a": 1} and flatten({}) == {}

@@ -79,6 +79,19 @@ def test_a_value_that_is_not_yaml_is_an_error(bench, text: str) -> None:
     assert f"--set schedule: '{text}' is not a YAML value" in problem.what
 
 
+@pytest.mark.parametrize("text", ["*.txt", "**/*.txt", "@here", "`ls`", "%d", "&co", " *.md "])
+def test_what_yaml_keeps_for_itself_is_text(bench, text: str) -> None:
+    assert bench.load(f"data.corpus={text}").run.data.corpus == text.strip()
+
+
+def test_every_mistake_of_set_stands_in_one_error(bench) -> None:
+    problems = bench.problems("zero_optimisation.stage=3", "optimizer.lr=fast", "model.width=129", "batch.global_batch_size=63", "a={b", "gradient_clipping=-1")
+    said = ["'zero_optimisation'", "'{b' is not a YAML value", "optimizer.lr = 'fast'", "gradient_clipping = -1", "does not divide model.width = 129"]
+    assert len(problems) == 6 and all(any(words in p.what for p in problems) for words in said), problems
+    assert len(bench.problems("model.layer=3", "model.width=129")) == 2, "a shape can be judged beside an unknown key"
+    assert len(bench.problems("model.layers=x", "model.width=129")) == 1, "a section that is not sound cannot"
+
+
 def test_unknown_sections_are_answered_with_the_nearest_of_both_files(bench) -> None:
     problems = bench.problems("modle.layers=3", "zero_optimisation.stage=1", "xyzzy=1")
     assert [p.fix for p in problems[:2]] == ["did you mean 'model'?", "did you mean 'zero_optimization'?"]

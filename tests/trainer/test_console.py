@@ -82,6 +82,27 @@ def test_numbers_that_are_none(clock: Clock) -> None:
     assert "loss nan" in printed.getvalue() and "grad norm inf" in printed.getvalue() and "(perplexity inf)" in printed.getvalue()
 
 
+@pytest.mark.parametrize(("value", "shown"), [(2.0, "7.39"), (9.2, "9897.13"), (9.3, "1.094e+04"), (43.58, "8.444e+18")])
+def test_a_large_perplexity_is_short(value: float, shown: str) -> None:
+    console, printed = log(900)
+    console.write({**METRICS, "val_loss": value})
+    assert printed.getvalue().rstrip().endswith(f"(perplexity {shown})")
+
+
+@pytest.mark.parametrize("width", range(60, 140, 3))
+def test_a_narrow_bar_drops_whole_fields_from_the_right(width: int) -> None:
+    console, printed = terminal(900, width)
+    console.start(0)
+    console.write({**METRICS, "mfu": 0.5, "step": 900})
+    console.close()
+    last = [frame for frame in frames(printed) if frame][-1].rstrip()
+    shown = last[last.index("loss ") :].split("  ")
+    fields = ["loss 2.3457", "58,300 tokens/s", "MFU 50.0%", "grad norm 0.75", "lr 1.00e-03"]
+    assert shown == fields[: len(shown)] and "\u2026" not in last
+    assert len(shown) >= (1 + (width >= 75) + (width >= 90) + (width >= 108) + (width >= 120))
+    assert last.count("\u2501") >= 8, "the bar"
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_bar_on_a_terminal(width: int) -> None:
     """Whatever the width: one line, with the step, the ETA and the loss in it."""
@@ -142,3 +163,9 @@ def test_summary_says_what_was_decided() -> None:
     assert "ZeRO stage 3, activation checkpointing full, clipping 1.0" in text
     assert "fp32" in text and 'bf16 is "auto" and CPU does not compute bf16 at full speed: fp32' in text
     assert "2 x CPU" in text and "runs/tiny" in text
+
+
+def test_one_of_each_is_not_many() -> None:
+    console, printed = log(900)
+    console.summary(tiny("zero0", 1, ["batch.micro_batch_size=auto", "model.vocab_size=37"]), "runs/tiny", "text")
+    assert "a rank x 1 rank x 1 accumulation step\n" in printed.getvalue()

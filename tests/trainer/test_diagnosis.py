@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ds_gpt.trainer.diagnosis import Finding, diagnose
-from ds_gpt.trainer.metrics_history import Facts, History
-from ds_gpt.trainer.plots import plot
+from ds_gpt.trainer.metrics_history import Facts, History, summary
+from ds_gpt.trainer.plots import draw, plot
 
 FACTS = Facts(vocab_size=65, total_steps=3000, warmup_steps=60, evaluate_every=250)
 Lines = list[dict[str, Any]]
@@ -191,3 +191,89 @@ def test_every_history_can_be_drawn(fault: str, tmp_path: Path) -> None:
 def test_bare_histories_can_be_drawn(tmp_path: Path) -> None:
     for lines in ([{"step": 1, "loss": None}], [{"step": 1, "loss": 2.0}], [{"step": step, "loss": 2.0, "val_loss": None} for step in range(9)]):
         plot(History.of(lines), [], tmp_path / "x.png", "bare")
+
+
+RUINED = [
+    {"step": 10, "loss": 9.911, "lr": 0.4, "grad_norm": 7.65},
+    {"step": 19, "loss": 24.53, "lr": 0.76, "grad_norm": 22.5},
+    {"step": 20, "loss": 43.65, "lr": 0.8, "grad_norm": 18.2, "val_loss": 43.58},
+]
+SPIKED = {"step": 19, "event": "gradient_spike", "since": 17, "text": "gradient norm 22.5 at step 19, above 10 for 3 steps."}
+SHORT = Facts(vocab_size=103, total_steps=20, warmup_steps=50, evaluate_every=500)
+
+
+def test_a_run_ruined_within_its_first_lines() -> None:
+    worse, gradient = found(RUINED, SHORT, [SPIKED])
+    assert (worse.kind, worse.severity) == ("worse_than_guessing", "problem")
+    assert "ln V = 4.6347" in worse.what and "validation loss is 43.58 (step 20)" in worse.what and "training loss is 43.65" in worse.what
+    assert "lower optimizer.lr" in worse.remedy
+    assert (gradient.kind, gradient.severity, gradient.spans) == ("exploding_gradient", "warning", ((17, 19),)) and "gradient norm 22.5 at step 19" in gradient.what
+    assert kinds(RUINED[:2], SHORT) == ["worse_than_guessing"], "while it runs"
+
+
+def test_worse_than_guessing_by_a_little_is_told_once_it_had_time_to_learn() -> None:
+    fresh = [{"step": step, "loss": 4.8} for step in (1, 2, 3)]
+    assert kinds(fresh, Facts(103, 900, 50, 500)) == [] and kinds(fresh, Facts(103, 900, 0, 500)) == []
+    assert kinds(fresh, Facts(103, 3, 50, 500)) == ["worse_than_guessing"], "it ended so"
+    assert kinds([{"step": 60, "loss": 4.8}], Facts(103, 900, 50, 500)) == ["worse_than_guessing"]
+    assert kinds([{"step": 60, "loss": 4.5}], Facts(103, 900, 50, 500)) == []
+    assert kinds(fresh, Facts()) == [], "without a vocabulary nothing is known"
+
+
+def test_only_the_validation_worse_than_guessing_has_another_remedy() -> None:
+    (finding,) = found([{"step": 300, "loss": 1.0, "val_loss": 6.0}], Facts(103, 900, 50, 500))
+    assert finding.kind == "worse_than_guessing" and "validation text" in finding.remedy and "training" not in finding.what
+
+
+def test_a_loss_far_above_guessing_that_came_back_is_told() -> None:
+    lines = [{"step": 1, "loss": 6.0}, {"step": 5, "loss": 170.2}, {"step": 10, "loss": 12.0}, {"step": 20, "loss": 4.3}]
+    (finding,) = found(lines, Facts(103, 900, 50, 500))
+    assert (finding.kind, finding.severity) == ("far_above_guessing", "warning") and "2 of 4 lines, up to 170.2: steps 5-10" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "severity"),
+    [
+        ("gradient_spike", "exploding_gradient", "warning"), ("loss_spike", "loss_spike", "warning"), ("divergence", "divergence", "problem"),
+        ("non_finite", "non_finite", "warning"), ("skipped_steps", "skipped_steps", "warning"), ("loss_scale", "loss_scale", "warning"),
+    ],
+)  # fmt: skip
+def test_events_tell_what_the_lines_missed(event: str, kind: str, severity: str) -> None:
+    seen = {"step": 1505, "event": event, "since": 1503, "text": "seen at step 1505"}
+    (finding,) = found(healthy(), events=[seen, {**seen, "step": 1705, "since": 1705}, {"step": 2000, "event": "saved"}])
+    assert (finding.kind, finding.severity, finding.spans) == (kind, severity, ((1503, 1505), (1705, 1705)))
+    assert "seen at step 1505 and 1 more: step 1705" in finding.what and finding.remedy
+    assert kinds(healthy(), events=[seen, {"step": 1510, "event": "rollback", "to_step": 1500}]) == ["rolled_back"], "done again"
+    assert kinds(healthy(), events=[seen, {"step": 1400, "event": "saved"}]) == [], "done again after a resume"
+
+
+def test_events_that_the_lines_show_are_told_once() -> None:
+    lines = FAULTS["a spike"][0](healthy())
+    assert [f.what[:12] for f in found(lines, events=[{"step": 1205, "since": 1203, "event": "loss_spike", "text": "..."}])] == ["1 loss spike"]
+    assert kinds(lines, events=[{"step": 2505, "event": "loss_spike"}]) == ["loss_spike", "loss_spike"]
+
+
+def test_the_summary_has_the_losses_that_were_logged() -> None:
+    lines = healthy()
+    lines[0]["loss"], lines[-1]["loss"] = 4.0317, 1.9385
+    assert (summary(History.of(lines))["loss_start"], summary(History.of(lines))["loss_end"]) == (4.0317, 1.9385)
+    assert summary(History.of(lines[:150]))["loss_start"] == 4.0317, "and the start is what it was"
+
+
+@pytest.mark.parametrize("best", [250, 1500, 3000])
+def test_the_best_validation_loss_is_written_within_the_axes(best: int) -> None:
+    history = History.of(change(val_loss=lambda step, value: value and 1.7 + abs(step - best) / 9000)(healthy()), (), FACTS)
+    figure = draw(history, [], "x")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (label,) = [text for text in axes.texts if text.get_text().startswith("best ")]
+    inside, text = axes.get_window_extent(), label.get_window_extent()
+    assert inside.x0 <= text.x0 and text.x1 <= inside.x1 and inside.y0 <= text.y0 and text.y1 <= inside.y1
+
+
+def test_the_best_of_a_single_evaluation_is_within_the_axes() -> None:
+    for lines in ([{"step": 20, "loss": 2.0, "val_loss": 2.0}], [{"step": 1, "loss": 2.0}, {"step": 20, "loss": 1.8, "val_loss": 1.697}]):
+        figure = draw(History.of(lines), [], "x")
+        figure.draw_without_rendering()
+        inside, text = figure.axes[0].get_window_extent(), figure.axes[0].texts[0].get_window_extent()
+        assert inside.x0 <= text.x0 and text.x1 <= inside.x1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def train(ranks: Any, composed: Composed, dataset: Dataset, folder: Path) -> Ran
     engine = Engine(composed, ranks)
     outcome = Trainer(composed, dataset, engine, RunFolder(folder), console).train()
     engine.close()
-    assert outcome.val_loss is not None
-    return Ran(outcome.state.step, outcome.state.tokens, outcome.val_loss, outcome.interrupted, printed.getvalue())
+    val_loss = math.nan if outcome.val_loss is None else outcome.val_loss  # an interrupted run saves at once
+    return Ran(outcome.state.step, outcome.state.tokens, val_loss, outcome.interrupted, printed.getvalue())
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

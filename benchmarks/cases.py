@@ -1,0 +1,165 @@
+"""Cases as data: ``suites/*.yaml`` to a list of `Case`. Imports no torch, so listing them takes no time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.records import REPOSITORY
+from ds_gpt.config import Composed, ConfigError, Hardware, Problem, load
+from ds_gpt.config.errors import did_you_mean
+
+SUITES = Path(__file__).parent / "suites"
+_CONFIGS = REPOSITORY / "ds_configs"
+_CHOICES = {
+    "trainer": ("ds_gpt", "ddp", "fsdp2"),
+    "launcher": ("torchrun", "deepspeed"),
+    "checkpointing": ("off", "full", "selective"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "attention": ("auto", "flash", "efficient", "math"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a recipe.
+
+    Attributes:
+        name: of the case in its suite; also of its record's file.
+        recipe: a run YAML, ``ds_configs/runs/RECIPE.yaml``.
+        ranks: processes, a device each.
+        micro_batch: sequences that a rank takes at a time.
+        deepspeed: a DeepSpeed JSON, ``ds_configs/DEEPSPEED.json``; a baseline takes the run's numbers from it.
+        global_batch: sequences a step; None: micro_batch x ranks, without accumulation (weak scaling).
+        checkpointing: of activations: ``off``, ``full`` or ``selective``.
+        precision: ``auto`` leaves it to the JSON.
+        attention: the kernel that attention is held to; ``auto`` leaves it to PyTorch.
+        trainer: ``ds_gpt``, or a baseline in PyTorch alone: ``ddp`` (one rank: the bare loop) or ``fsdp2``.
+        compile: whether the model goes through torch.compile.
+        launcher: what starts the ranks: ``torchrun`` or ``deepspeed``.
+        threads: CPU threads a rank; None: ds_gpt's own choice.
+        warmup: steps before the clock starts.
+        steps: steps timed.
+        deadline_s: after which the case's processes are ended.
+        overrides: ``key=value`` of either file, as ``--set`` takes them.
+        ladder: cases that differ in their micro-batch alone share it: where one runs out of memory, larger ones are not tried.
+    """
+
+    name: str
+    recipe: str
+    ranks: int
+    micro_batch: int
+    deepspeed: str = "zero0"
+    global_batch: int | None = None
+    checkpointing: str = "off"
+    precision: str = "auto"
+    attention: str = "auto"
+    trainer: str = "ds_gpt"
+    compile: bool = False
+    launcher: str = "torchrun"
+    threads: int | None = None
+    warmup: int = 5
+    steps: int = 20
+    deadline_s: float = 300.0
+    overrides: tuple[str, ...] = ()
+    ladder: str | None = None
+
+    def settings(self) -> list[str]:
+        """The case as ``--set`` arguments over its two files."""
+        checkpointing = "null" if self.checkpointing == "off" else f"{{policy: {self.checkpointing}}}"
+        settings = [
+            f"batch.global_batch_size={self.global_batch or self.micro_batch * self.ranks}",
+            f"batch.micro_batch_size={self.micro_batch}",
+            f"activation_checkpointing={checkpointing}",
+        ]
+        if self.precision in ("fp32", "bf16"):
+            settings.append(f"bf16.enabled={str(self.precision == 'bf16').lower()}")
+        return [*settings, *self.overrides]
+
+    def composed(self, hardware: Hardware) -> Composed:
+        """The configuration that this case runs. Raises ConfigError where it is impossible."""
+        return load(_CONFIGS / "runs" / f"{self.recipe}.yaml", _CONFIGS / f"{self.deepspeed}.json", hardware, self.settings())
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A file of cases.
+
+    Attributes:
+        name: of the file.
+        about: its first comment lines.
+        device: ``cpu``, ``cuda``, ``any``, or words of a GPU's name (``A100``) which it then must be.
+        devices: how the planner and ``--dry-run`` name the device it is meant for.
+        bf16: whether that device computes bf16 at full speed.
+        rounds: how often each case is run, each time in processes of its own.
+        cases: in the order of the file.
+    """
+
+    name: str
+    about: str
+    device: str
+    devices: str
+    bf16: bool
+    rounds: int
+    cases: tuple[Case, ...]
+
+    def hardware(self, ranks: int) -> Hardware:
+        """The devices that the suite is meant for."""
+        kind = "cpu" if self.device in ("cpu", "any") else "cuda"
+        return Hardware(kind, self.devices, ranks, bf16=self.bf16)
+
+
+def read_suite(name: str) -> Suite:
+    """The suite of that name, or at that path. Raises ConfigError with everything that is wrong with it."""
+    path = Path(name) if name.endswith(".yaml") else SUITES / f"{name}.yaml"
+    if not path.is_file():
+        known = [file.stem for file in SUITES.glob("*.yaml")]
+        raise ConfigError(Problem(f"there is no suite '{name}'", fix=did_you_mean(name, known)))
+    text = path.read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    about = " ".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()))
+    defaults = content.get("defaults", {})
+    problems: list[Problem] = []
+    cases = [case for entry in content["cases"] for case in _expand({**defaults, **entry}, path.name, problems)]
+    names = [case.name for case in cases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems += [Problem(f"{path.name}: two cases are called '{name}'", fix="put what differs into the name") for name in twice]
+    if problems:
+        raise ConfigError(problems)
+    return Suite(
+        path.stem, about, content["device"], content.get("devices", content["device"]), content.get("bf16", False), content.get("rounds", 1), tuple(cases)
+    )
+
+
+def _expand(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Iterator[Case]:
+    """One case for each combination of the entry's ``matrix``; its names fill the ``{...}`` of the other values."""
+    matrix = entry.get("matrix", {})
+    known = {field.name for field in fields(Case)}
+    for combination in itertools.product(*matrix.values()):
+        chosen = dict(zip(matrix, combination, strict=True))
+        values = {**{key: value for key, value in entry.items() if key not in ("matrix", "grow")}, **{k: v for k, v in chosen.items() if k in known}}
+        filled = {key: _fill(value, chosen) for key, value in values.items()}
+        if entry.get("grow"):
+            filled["ladder"] = _fill(entry["name"], {**chosen, "micro_batch": "N"})
+        filled["overrides"] = tuple(filled.get("overrides", ()))
+        wrong = [Problem(f"{where}: '{key}' is no field of a case", fix=did_you_mean(key, known)) for key in filled if key not in known]
+        for key, choices in _CHOICES.items():
+            if filled.get(key, choices[0]) not in choices:
+                wrong.append(Problem(f"{where}: {key} = {filled[key]!r} is none of {', '.join(choices)}"))
+        if wrong:
+            problems += wrong
+            return
+        yield Case(**filled)
+
+
+def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:
+    if isinstance(value, str):
+        for name, given in chosen.items():
+            value = value.replace(f"{{{name}}}", str(given))
+        return value
+    return [_fill(item, chosen) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,160 @@
+"""Bytes by kind are what ZeRO's arithmetic says, and the clock tells the truth: on real ranks."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from tiny import tiny, tiny_loader
+
+from benchmarks.cases import Case
+from benchmarks.collectives import Collectives
+from benchmarks.ledger import Ledger
+from benchmarks.worker import Bench, memory_by_kind, time_by_phase
+from ds_gpt.model.counts import parameters
+
+RANKS = 2
+# Wide enough that 512 bytes, to which every storage is rounded up, are little against a tensor.
+WIDE = ["model.layers=4", "model.width=384", "batch.global_batch_size=4", "batch.micro_batch_size=1"]
+WIDE += ["zero_optimization.reduce_bucket_size=200000", "zero_optimization.stage3_prefetch_bucket_size=200000"]
+WIDE += ["zero_optimization.stage3_max_live_parameters=400000", "zero_optimization.stage3_max_reuse_distance=400000", "activation_checkpointing=null"]
+CASE = Case("tiny", "quickstart", RANKS, 1)
+DELAY_S = 0.05
+
+
+def bench(ranks: Any, composed: Any, trainer: str = "ds_gpt") -> tuple[Bench, Collectives]:
+    from benchmarks.trainers import make
+
+    collectives = Collectives()
+    collectives.install()
+    made = Bench(CASE, composed, ranks, make(trainer, composed, ranks, False), tiny_loader(composed, ranks.rank, ranks.world_size))
+    made.step()
+    return made, collectives
+
+
+def memory_of(ranks: Any, composed: Any) -> dict[str, Any]:
+    made, collectives = bench(ranks, composed)
+    found = memory_by_kind(made, collectives)
+    kept_whole = sum(p.ds_numel for p in made.trainee.model.parameters() if getattr(p, "ds_persist", False))
+    largest = max(getattr(p, "ds_numel", p.numel()) for p in made.trainee.model.parameters())
+    made.loader.close()
+    return {**found, "kept_whole": kept_whole, "largest": largest}
+
+
+@functools.cache
+def memory(stage: int, bf16: bool = False) -> tuple[dict[str, Any], int]:
+    composed = tiny(f"zero{stage}", RANKS, [*WIDE, *(["bf16.enabled=true"] if bf16 else [])])
+    return run_ranks(RANKS, memory_of, composed)[0], parameters(composed.run.model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_by_kind_are_zeros_arithmetic(stage: int) -> None:
+    found, count = memory(stage)
+    complete, share = found["complete_bytes"], count / RANKS
+    # fp32: ZeRO-0 steps the weights themselves; from stage 1 on there are masters beside them. Two moments always.
+    assert complete["weights"] == pytest.approx(4 * count if stage < 3 else 4 * (share + found["kept_whole"]), rel=0.01)
+    assert complete["optimizer"] == pytest.approx(8 * count if stage == 0 else 12 * share, rel=0.01)
+    gradients = 4 * count if stage == 0 else 4 * share
+    # In stages 1 and 2 the cut between ranks goes through a parameter, whose gradient both keep whole.
+    beside = 4 * found["largest"] if stage in (1, 2) else 0
+    assert gradients * 0.99 <= complete["gradients"] <= (gradients + beside) * 1.01
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_by_kind_in_bf16(stage: int) -> None:
+    found, count = memory(stage, bf16=True)
+    complete, share = found["complete_bytes"], count / RANKS
+    assert complete["weights"] == pytest.approx(2 * count if stage < 3 else 2 * (share + found["kept_whole"]), rel=0.01)
+    assert complete["optimizer"] == pytest.approx(12 * share, rel=0.01)
+
+
+def test_each_stage_needs_less_than_the_one_before() -> None:
+    peaks = [max(sum(memory(stage)[0]["peak_by_phase_bytes"][phase].values()) for phase in ("forward", "backward")) for stage in range(4)]
+    assert peaks[0] > peaks[1] > peaks[2] > peaks[3], peaks
+
+
+def test_the_ledger_counts_a_storage_once_and_forgets_it_when_it_is_freed() -> None:
+    weight = torch.zeros(256, 4)
+    ledger = Ledger()
+    ledger.add(weight, "weights")
+    ledger.phase = "forward"
+    with ledger:
+        doubled = weight * 2
+        doubled.view(4, 256).add_(1)
+        assert ledger.held() | {"weights": 4096, "activations": 4096} == ledger.held()
+        del doubled
+        small = torch.ones(3)
+    assert (ledger.held()["activations"], ledger.held()["weights"]) == (512, 4096)  # rounded up
+    assert ledger.at_peaks()["forward"]["activations"] == 4096
+    del small
+
+
+def times_of(ranks: Any, composed: Any, trainer: str) -> dict[str, Any]:
+    made, collectives = bench(ranks, composed, trainer)
+    take, load = made.trainee.step, made.loader.load
+
+    def slow_step(*args: Any) -> tuple[float, float]:
+        time.sleep(DELAY_S)
+        return take(*args)
+
+    def slow_load(step: int) -> Any:
+        time.sleep(2 * DELAY_S)
+        return load(step)
+
+    made.trainee.step, made.loader.load = slow_step, slow_load
+    seen = [made.step() for _ in range(3)]
+    breakdown = time_by_phase(made, collectives)
+    made.loader.close()
+    updates = made.trainee.engine.deepspeed.global_steps if trainer == "ds_gpt" else made.step_number
+    return {"seen": seen, "breakdown": breakdown, "losses": made.losses, "norms": made.grad_norms, "updates": updates, "steps": made.step_number}
+
+
+@pytest.mark.parametrize("trainer", ["ds_gpt", "ddp", "fsdp2"])
+def test_known_delays_are_reported_and_every_trainer_draws_one_curve(trainer: str) -> None:
+    composed = tiny("zero2", RANKS, ["batch.micro_batch_size=4"])
+    found = run_ranks(RANKS, times_of, composed, trainer)
+    for rank in found:
+        for whole, waited in rank["seen"]:
+            assert 2 * DELAY_S <= waited < whole - DELAY_S
+        assert rank["breakdown"]["step_s"] >= 3 * DELAY_S <= sum(rank["breakdown"]["phases_s"].values()) + rank["breakdown"]["data_wait_s"] + DELAY_S
+        assert rank["updates"] == rank["steps"], "accumulation is one step"
+    counts = found[0]["breakdown"]["communication"]
+    if trainer != "ddp":  # whose collectives are made in C++
+        reduced = sum(count["bytes"] for name, count in counts.items() if "reduce" in name)
+        assert reduced >= 4 * parameters(composed.run.model), counts
+    assert found[0]["losses"] == pytest.approx(_reference().losses, rel=1e-5)
+    assert found[0]["norms"] == pytest.approx(_reference().grad_norms, rel=1e-4)
+
+
+class _Reference:
+    """The same steps by a bare loop, written here."""
+
+    def __init__(self) -> None:
+        from tiny import whole_batch
+
+        from ds_gpt.learning.schedule import schedule
+        from ds_gpt.model.gpt import GPT
+
+        composed = tiny("zero0", 1)
+        torch.manual_seed(composed.run.seed)
+        model = GPT(composed.run.model)
+        groups = [{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+        self.losses, self.grad_norms = [], []
+        for step in range(7):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule(composed.run, 1)(step)
+            inputs_BT, targets_BT = whole_batch(composed, step)
+            loss = torch.nn.functional.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            self.grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            self.losses.append(loss.item())
+
+
+_reference = functools.cache(_Reference)
