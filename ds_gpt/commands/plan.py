@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_gpt.commands.arguments import CONFIGS, Parser, add_config_arguments
+from ds_gpt.commands.arguments import Parser, add_config_arguments
 from ds_gpt.commands.failure import run_or_fail
+from ds_gpt.config.shipped import DEFAULT_RUN, SHIPPED
 
 if TYPE_CHECKING:
     from ds_gpt.planner.devices import Device
@@ -20,10 +21,10 @@ GIB = 2**30
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Parse the command line and print; ends the process with status 1 on an error."""
+    """Parse the command line and print; ends the process with a status other than 0 on an error."""
     parser = Parser(prog=prog, description="Predict memory and speed of a run: what fits, what is fastest, and why.", allow_abbrev=False)
     add_config_arguments(parser)
-    parser.set_defaults(deepspeed_config="all")
+    parser.set_defaults(config=str(DEFAULT_RUN), deepspeed_config="all")
     parser.add_argument("--device", default="a100-40gb", help="the GPU (default: a100-40gb)")
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many of them (default: 8)")
     parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, for the cost of the run")
@@ -48,7 +49,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.price is not None and options.price < 0:
         raise ConfigError(Problem(f"--price {options.price} is negative", fix="give the price of one GPU for an hour"))
     device = device_named(options.device)
-    paths = [str(CONFIGS / f"zero{stage}.json") for stage in range(4)] if options.deepspeed_config == "all" else [options.deepspeed_config]
+    paths = [str(SHIPPED / f"zero{stage}.json") for stage in range(4)] if options.deepspeed_config == "all" else [options.deepspeed_config]
     found = candidates(options.config, paths, device, options.devices, options.overrides)
     if options.json:
         print(json.dumps([as_json(candidate) for candidate in found], indent=1))
@@ -142,7 +143,7 @@ def _steps(options: argparse.Namespace) -> int:
     from ds_gpt.planner.devices import device_named
 
     hardware = device_named(options.device).hardware(options.devices)
-    path = CONFIGS / "zero1.json" if options.deepspeed_config == "all" else options.deepspeed_config
+    path = SHIPPED / "zero1.json" if options.deepspeed_config == "all" else options.deepspeed_config
     composed = load(options.config, path, hardware, [*options.overrides, "batch.micro_batch_size=1"])
     return composed.run.training.steps
 
@@ -158,7 +159,7 @@ def command(candidate: Candidate, options: argparse.Namespace) -> str:
 
 
 def _short(path: str) -> str:
-    return str(Path(path).relative_to(CONFIGS.parent)) if Path(path).is_relative_to(CONFIGS.parent) else path
+    return str(Path(path).relative_to(SHIPPED.parent)) if Path(path).is_relative_to(SHIPPED.parent) else path
 
 
 def why(candidate: Candidate, found: list[Candidate], device: Device) -> str:

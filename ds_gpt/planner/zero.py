@@ -237,7 +237,7 @@ class Stage3(Stage2):
         threshold = shapes.buckets["stage3_param_persistence_threshold"]
         persistent = sum(p.elements for p in self.parameters if p.elements < threshold)
         self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
-        self.ledger.take(WEIGHTS, persistent * shapes.element)
+        self.ledger.take(WEIGHTS, persistent * shapes.element * (shapes.ranks > 1))
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
         self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
@@ -267,7 +267,7 @@ class Stage3(Stage2):
         self._gather(fetched, element)
 
     def _gather(self, indices: list[int], element: int) -> None:
-        if not indices:
+        if not indices or self.shapes.ranks == 1:  # alone, the shard is the whole
             return
         flat = sum(self.parameters[index].elements for index in indices) * element
         for index in indices:

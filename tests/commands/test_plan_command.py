@@ -67,7 +67,7 @@ def test_why_names_the_remedy() -> None:
 )
 def test_bad_input_is_told_plainly(arguments: tuple[str, ...], said: str) -> None:
     result = plan("--config", "ds_configs/runs/gpt_1b.yaml", *arguments)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert said in result.stderr and "Traceback" not in result.stderr
 
 

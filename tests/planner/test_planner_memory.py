@@ -8,7 +8,8 @@ import os
 import pytest
 from traced_cases import RECORD, Case, cases, hardware, paths
 
-from ds_gpt.config import ConfigError, load
+from ds_gpt.config import ConfigError, Hardware, load
+from ds_gpt.planner import predict
 from ds_gpt.planner.memory import Memory, memory
 
 CASES = {case[0]: case for case in cases()}
@@ -67,3 +68,11 @@ def test_what_it_has_no_figures_for_is_refused() -> None:
         gpt_1b("torch_autocast.enabled=true")
     with pytest.raises(ConfigError, match="only the tokenizer knows V"):
         gpt_1b("model.vocab_size=auto")
+
+
+def test_benchmarks_ask_for_both_at_once() -> None:
+    composed = load(*paths(("", "gpt_1b", "zero2", 8, ())), hardware(8))
+    prediction = predict(composed)
+    assert prediction.peak_bytes == memory(composed).peak.bytes
+    assert prediction.tokens_per_s > 100_000
+    assert predict(load(*paths(("", "gpt_1b", "zero2", 8, ())), Hardware("cuda", "an unknown GPU", 8, bf16=True))).tokens_per_s is None
