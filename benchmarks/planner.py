@@ -70,7 +70,7 @@ def _read(row: dict[str, str]) -> Published:
     model = ModelConfig(layers=number["layers"], width=number["hidden"], heads=number["heads"], context=number["seqlen"], vocab_size=number["vocab"])
     steps = max(1, round(number["global_batch_tokens"] / (number["micro_batch"] * number["seqlen"] * number["num_gpus"])))
     policy = "full" if row["act_ckpt"] == "full" else None
-    shapes = Shapes(model, 3, number["num_gpus"], number["micro_batch"], steps, policy, "bf16", 2, True, 2, _FSDP, True, False, False)
+    shapes = Shapes(model, 3, number["num_gpus"], number["micro_batch"], steps, policy, "bf16", 2, True, 2, _FSDP, True, True, False, False)
     size, unit = re.search(r"(\d+)([mb])", row["model"].lower()).groups()  # type: ignore[union-attr]
     name = f"{row['model']} context {number['seqlen']} micro {number['micro_batch']} on {number['num_gpus']} x {row['gpu_mem_gb']} GB"
     return Published(name, int(size) * (1 if unit == "b" else 1e-3), shapes, DEVICES[f"a100-{row['gpu_mem_gb']}gb"], float(row["tok_s_per_gpu"]))

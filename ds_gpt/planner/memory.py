@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from ds_gpt.config import Composed
 from ds_gpt.planner.ledger import Ledger, Moment
 from ds_gpt.planner.shapes import BLOCK_PARAMETERS, Parameter, Shapes, parameters_of
-from ds_gpt.planner.zero import GRADIENTS, Sharding, sharding
+from ds_gpt.planner.zero import GRADIENTS, Sharding
+from ds_gpt.planner.zero3 import sharding
 
 ACTIVATIONS, LOGITS, BACKWARD = "activations", "logits and loss", "backward temporaries"
 

@@ -52,6 +52,7 @@ class Shapes:
         moments: fp32 numbers that the optimizer keeps for each weight.
         buckets: bucket sizes in elements, by DeepSpeed's key.
         overlap: whether ZeRO keeps two reduce buckets.
+        fused: whether the optimizer steps in one kernel; otherwise PyTorch's Adam makes two temporaries as large as what it steps.
         offload_optimizer: whether masters and moments are in host memory.
         offload_weights: whether the weights' shards are, too.
     """
@@ -68,6 +69,7 @@ class Shapes:
     moments: int
     buckets: dict[str, int]
     overlap: bool
+    fused: bool
     offload_optimizer: bool
     offload_weights: bool
 
@@ -107,6 +109,7 @@ class Shapes:
             2 if composed.run.optimizer.name == "adamw" else 0,
             {key: int(zero.get(key, default)) for key, default in _DEFAULTS.items()},
             stage == 3 if overlap is None else bool(overlap),
+            bool(values["optimizer"]["params"].get("fused")),
             _offloads(zero, "offload_optimizer"),
             _offloads(zero, "offload_param"),
         )
