@@ -27,6 +27,7 @@ class Recorder:
         self._composed, self._ranks, self._folder, self._console = composed, ranks, folder, console
         self._sinks: list[Sink] = []
         self._notes: Metrics = {}
+        self._disk_full_said = False
         self.stopwatch = Stopwatch(composed)
 
     @contextmanager
@@ -44,7 +45,8 @@ class Recorder:
             yield
         finally:
             for sink in self._sinks:
-                sink.close()
+                with self._surviving_a_full_disk():
+                    sink.close()
             self._sinks.clear()
 
     def metrics(self, state: RunState, lr: float, result: StepResult, val_loss: float | None, slowest: tuple[int, float] | None) -> None:
@@ -73,7 +75,18 @@ class Recorder:
         metrics |= self._notes
         self._notes = {}
         for sink in self._sinks:
-            sink.write(metrics)
+            with self._surviving_a_full_disk():
+                sink.write(metrics)
+
+    @contextmanager
+    def _surviving_a_full_disk(self) -> Iterator[None]:
+        """What cannot be written down is lost, and said once; training goes on. Whether it may go on without checkpoints is the Keeper's to say."""
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_full_said:
+                self._disk_full_said = True
+                self.say(f"metrics and events cannot be written: {error}; training goes on without them")
 
     def advance(self, step: int) -> None:
         """Move the progress bar to a step that is not recorded."""
@@ -98,7 +111,7 @@ class Recorder:
             self.say(f"step {step}: {text}")
         if self._ranks.is_first:
             line = {"step": step, "event": name, "text": text, "time": time.time(), **(facts or {})}
-            with self._folder.events.open("a", encoding="utf-8") as file:
+            with self._surviving_a_full_disk(), self._folder.events.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def say(self, text: str) -> None:

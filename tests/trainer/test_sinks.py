@@ -6,8 +6,12 @@ import json
 import math
 from pathlib import Path
 
+import torch
+from tiny import tiny
 from trainer_bench import scalars
 
+from ds_gpt.checkpoint.run_state import RunState
+from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.sinks import MetricsFile, TensorBoard, perplexity
 
 LINE = {"step": 3, "tokens": 768, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.5, "step_s": 0.1, "tokens_per_s": 7680.0, "mfu": None, "peak_bytes": 1 << 31}
@@ -47,3 +51,27 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
 def test_perplexity() -> None:
     assert perplexity(0) == 1 and math.isclose(perplexity(math.log(65)), 65)
     assert perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
+
+
+def test_a_disk_filled_to_the_last_byte_is_said_once_and_does_not_end_the_run(tmp_path: Path) -> None:
+    from ds_gpt.engine.engine import StepResult
+    from ds_gpt.trainer.recorder import Recorder
+
+    class Ranks:
+        is_first, device = True, torch.device("cpu")
+
+    class Said:
+        lines: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.lines.append(text)
+
+    composed, folder, said = tiny("zero1", 1), RunFolder(tmp_path), Said()
+    recorder = Recorder(composed, Ranks(), folder, said)  # type: ignore[arg-type]
+    recorder._sinks.append(MetricsFile(Path("/dev/full")))  # every write fails: no space left on device
+    folder.events = Path("/dev/full")
+    for step in (1, 2):
+        recorder.stopwatch.step_done()
+        recorder.metrics(RunState(step=step), 0.1, StepResult(1.0, 1.0, True, None, False), None, None)
+        recorder.event(step, "saved", "saved", show=False)
+    assert len(said.lines) == 1 and "No space left on device" in said.lines[0]
