@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_gpt.commands.arguments import Parser
-from ds_gpt.commands.failure import run_or_fail
+from ds_gpt.commands.failure import print_or_fail
 
 if TYPE_CHECKING:
     from ds_gpt.trainer.diagnosis import Finding
@@ -25,15 +23,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("run", metavar="RUN", help="a run folder, or a metrics.jsonl alone")
     parser.add_argument("--plot", metavar="FILE", help="where to draw the curves (default: diagnosis.png beside the metrics)")
     parser.add_argument("--json", action="store_true", help="print summary and findings as JSON")
-
-    def parse_and_diagnose() -> None:
-        try:
-            run(parser.parse_args(arguments))
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os._exit(0)  # the reader, say `head`, has what it wanted; an ordinary exit would flush once more
-
-    run_or_fail(parse_and_diagnose)
+    print_or_fail(lambda: run(parser.parse_args(arguments)))
 
 
 def run(options: argparse.Namespace) -> None:

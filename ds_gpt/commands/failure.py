@@ -35,6 +35,19 @@ def run_or_fail(function: Callable[[], None]) -> None:
         _fail(traceback.format_exc())
 
 
+def print_or_fail(function: Callable[[], None]) -> None:
+    """`run_or_fail` for a verb that only prints: a reader that has seen enough, say `head`, is no error."""
+
+    def printed() -> None:
+        try:
+            function()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os._exit(0)  # an ordinary exit would flush once more
+
+    run_or_fail(printed)
+
+
 def _fail(message: str, status: int = 1) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_gpt.commands.arguments import Parser, add_config_arguments
-from ds_gpt.commands.failure import run_or_fail
+from ds_gpt.commands.failure import print_or_fail
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -20,15 +18,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="compose for this kind of device (default: cpu)")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     parser.add_argument("--json", action="store_true", help="print only the dictionary that DeepSpeed gets")
-
-    def parse_and_show() -> None:
-        try:
-            show(parser.parse_args(arguments))
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os._exit(0)  # the reader, say `head`, has what it wanted; an ordinary exit would flush once more
-
-    run_or_fail(parse_and_show)
+    print_or_fail(lambda: show(parser.parse_args(arguments)))
 
 
 def show(options: argparse.Namespace) -> None:
