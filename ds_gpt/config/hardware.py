@@ -33,6 +33,8 @@ _PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("RTX 4090", 165.2e12, 82.6e12),
     ("RTX 3090", 71e12, 35.6e12),
     ("MI300X", 1307e12, 654e12),
+    ("MI250", 181e12, 45.3e12),  # one of a card's two devices
+    ("MI250X", 191.5e12, 47.9e12),
 )
 
 

@@ -1,87 +1,154 @@
-"""Devices that a run can be planned for: memory, bandwidths, links. Matrix peaks have their owner in ``ds_gpt.config.hardware``.
+"""Devices that a run can be planned for, from ``devices.yaml`` and from the user's own file of the same form.
 
-Sources: the vendors' datasheets (NVIDIA A100, H100, H200, B200, L4, L40S, V100, RTX 4090; AMD MI300X). Link: bytes a second
-that a GPU sends to its peers within the node, one direction. Network: the same between nodes, for a GPU of a usual
-machine of that kind (DGX A100: 8 x 200 Gbit/s, DGX H100 and later: 8 x 400; PCIe servers: 2 x 100 for all).
+Matrix peaks of known names have their owner in ``ds_gpt.config.hardware``; a device that it does not know brings its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_gpt.config import ConfigError, Hardware, Problem
 from ds_gpt.config.errors import did_you_mean
 from ds_gpt.config.hardware import Precision, peak_flops
 
 GIB, GB = 2**30, 1e9
+_SHIPPED = Path(__file__).with_name("devices.yaml")
+_ALIASES = {
+    "a100": "a100-40gb", "a100-40": "a100-40gb", "a100-80": "a100-80gb", "h100-sxm": "h100", "4090": "rtx-4090", "rtx4090": "rtx-4090",
+    "v100-32gb": "v100", "mi250x": "mi250", "mi300": "mi300x",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, as the planner sees it.
+    """One device, as the planner sees it.
 
     Attributes:
-        name: the vendor's, as ``peak_flops`` knows it.
+        key: its name on the command line.
+        name: the vendor's.
         memory_bytes: what the driver leaves to programs.
-        bandwidth: bytes a second between the GPU and its memory.
+        bandwidth: bytes a second between the device and its memory.
         link: bytes a second to a peer in the node, one direction.
-        network: bytes a second to other nodes for each GPU, one direction.
+        network: bytes a second to other nodes for each device, one direction.
         host_link: bytes a second to host memory, one direction.
-        per_node: GPUs in a usual node.
+        per_node: devices in a usual node.
         bf16: whether it computes bf16 at full speed.
+        kind: a GPU or a CPU, as the configuration calls them.
+        peaks: FLOP/s in bf16 or fp16, and in fp32.
+        price: USD for an hour, where one is known.
     """
 
+    key: str
     name: str
     memory_bytes: int
     bandwidth: float
     link: float
     network: float
     host_link: float
-    per_node: int = 8
-    bf16: bool = True
+    per_node: int
+    bf16: bool
+    kind: Literal["cuda", "cpu"]
+    peaks: tuple[float, float]
+    price: float | None
 
     def hardware(self, devices: int) -> Hardware:
         """What the configuration needs to know."""
-        return Hardware("cuda", self.name, devices, self.bf16)
+        return Hardware(self.kind, self.name, devices, self.bf16)
 
     def peak(self, precision: Precision) -> float:
         """Peak matrix throughput, FLOP/s."""
-        peak = peak_flops(self.name, precision)
-        assert peak, f"ds_gpt.config.hardware has no peak for {self.name}"
-        return peak
+        return self.peaks[precision == "fp32"]
 
 
-def _gpu(name: str, gib: float, bandwidth: float, link: float, network: float, host: float, **more: int | bool) -> Device:
-    return Device(name, int(gib * GIB), bandwidth * GB, link * GB, network * GB, host * GB, **more)  # type: ignore[arg-type]
+class _Peaks(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    half: float = Field(gt=0)
+    fp32: float = Field(gt=0)
 
 
-# Memory is what nvidia-smi shows as total; it is less than the name says.
-DEVICES: dict[str, Device] = {
-    "a100-40gb": _gpu("NVIDIA A100-SXM4-40GB", 39.4, 1555, 300, 25, 25),
-    "a100-80gb": _gpu("NVIDIA A100-SXM4-80GB", 79.2, 2039, 300, 25, 25),
-    "a100-40gb-pcie": _gpu("NVIDIA A100-PCIE-40GB", 39.4, 1555, 25, 3, 25),
-    "a100-80gb-pcie": _gpu("NVIDIA A100 80GB PCIe", 79.2, 1935, 25, 3, 25),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 79.6, 3350, 450, 50, 50),
-    "h100-pcie": _gpu("NVIDIA H100 PCIe", 79.6, 2000, 50, 6, 50),
-    "h200": _gpu("NVIDIA H200", 139.8, 4800, 450, 50, 50),
-    "b200": _gpu("NVIDIA B200", 179.0, 8000, 900, 50, 50),
-    "mi300x": _gpu("AMD Instinct MI300X", 191.5, 5300, 448, 50, 50),
-    "l40s": _gpu("NVIDIA L40S", 44.5, 864, 25, 3, 25),
-    "l4": _gpu("NVIDIA L4", 22.5, 300, 25, 3, 25),
-    "4090": _gpu("NVIDIA GeForce RTX 4090", 23.6, 1008, 12, 1.5, 25),
-    "v100": _gpu("Tesla V100-SXM2-32GB", 31.7, 900, 150, 12.5, 12, bf16=False),
-}
-_ALIASES = {"a100": "a100-40gb", "a100-40": "a100-40gb", "a100-80": "a100-80gb", "h100-sxm": "h100", "rtx4090": "4090", "v100-32gb": "v100"}
+class _Entry(BaseModel):
+    """A device as the file gives it: see the head of ``devices.yaml``."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    kind: Literal["cuda", "cpu"] = "cuda"
+    memory_gib: float = Field(gt=0, allow_inf_nan=False)
+    bandwidth: float = Field(gt=0, allow_inf_nan=False)
+    link: float = Field(gt=0, allow_inf_nan=False)
+    network: float = Field(gt=0, allow_inf_nan=False)
+    host_link: float = Field(gt=0, allow_inf_nan=False)
+    per_node: int = Field(8, gt=0)
+    bf16: bool = True
+    peaks: _Peaks | None = None
+    price: float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
-def device_named(name: str) -> Device:
+def read_devices(path: str | Path) -> dict[str, Device]:
+    """The devices of a file, by their names on the command line.
+
+    Raises:
+        ConfigError: it cannot be read, or says of a device what cannot be; all problems at once.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(Problem(f"the device file '{path}' cannot be read: {error}", fix="see ds_gpt/planner/devices.yaml for its form")) from None
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(Problem(f"the device file '{path}' holds no devices", fix="see ds_gpt/planner/devices.yaml for its form"))
+    found: dict[str, Device] = {}
+    problems: list[Problem] = []
+    for key, entry in values.items():
+        try:
+            found[str(key).lower()] = _device(str(key).lower(), _Entry.model_validate(entry))
+        except ValidationError as error:
+            problems += [_problem(path, key, entry, each) for each in error.errors()]
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _problem(path: str | Path, device: str, entry: Any, error: Mapping[str, Any]) -> Problem:
+    where = ".".join(map(str, (device, *error["loc"])))
+    if error["type"] == "extra_forbidden":
+        return Problem(f"unknown key '{where}' in the device file '{path}'", fix=did_you_mean(str(error["loc"][-1]), _Entry.model_fields))
+    if error["type"] == "missing":
+        return Problem(f"'{where}' is missing in the device file '{path}'", "the plan needs it", "take it from the vendor's datasheet")
+    return Problem(f"{where} = {error['input']!r} in the device file '{path}': {error['msg'].lower()}", fix="correct it")
+
+
+def _device(key: str, entry: _Entry) -> Device:
+    peaks = (entry.peaks.half * 1e12, entry.peaks.fp32 * 1e12) if entry.peaks else tuple(peak_flops(entry.name, precision) for precision in ("bf16", "fp32"))
+    if None in peaks:
+        raise ConfigError(
+            Problem(f"the peak throughput of '{entry.name}' ({key}) is not known", "speed is a share of it", "add peaks: {half: N, fp32: N} in TFLOP/s, without sparsity")
+        )
+    return Device(
+        key, entry.name, int(entry.memory_gib * GIB), entry.bandwidth * GB, entry.link * GB, entry.network * GB, entry.host_link * GB, entry.per_node,
+        entry.bf16, entry.kind, peaks, entry.price,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+DEVICES: dict[str, Device] = read_devices(_SHIPPED)
+
+
+def device_named(name: str, known: Mapping[str, Device] = DEVICES) -> Device:
     """The device of that name.
 
     Raises:
         ConfigError: there is none; the nearest name is offered.
     """
-    key = name.strip().lower().replace("_", "-")
-    key = _ALIASES.get(key, key)
-    if key not in DEVICES:
-        raise ConfigError(Problem(f"--device {name} is not known", "the plan needs its memory and its bandwidths", did_you_mean(key, [*DEVICES, *_ALIASES])))
-    return DEVICES[key]
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = key if key in known else _ALIASES.get(key, key)
+    if key not in known:
+        raise ConfigError(
+            Problem(f"--device {name} is not known", "the plan needs its memory and its bandwidths", f"{did_you_mean(key, [*known, *_ALIASES])} Or describe it: --device-file")
+        )
+    return known[key]

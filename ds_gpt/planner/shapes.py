@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_gpt.config import Composed, ConfigError, ModelConfig, Problem
+from ds_gpt.planner.trainers import DS_GPT, Trainer
 
 # DeepSpeed's own numbers where the JSON says nothing.
 _DEFAULTS = {
@@ -42,7 +43,7 @@ class Shapes:
     Attributes:
         model: the GPT.
         stage: ZeRO stage.
-        ranks: data-parallel ranks.
+        ranks: data-parallel ranks. Devices are `tensor` x `pipeline` x `sequence` times as many.
         micro_batch: sequences a rank takes at a time.
         accumulation: micro-steps per optimizer step.
         policy: activation checkpointing: None, "full" or "selective".
@@ -55,6 +56,10 @@ class Shapes:
         fused: whether the optimizer steps in one kernel; otherwise PyTorch's Adam makes two temporaries as large as what it steps.
         offload_optimizer: whether masters and moments are in host memory.
         offload_weights: whether the weights' shards are, too.
+        tensor: ranks that share each matrix of a block.
+        pipeline: ranks that share the blocks, one after the other.
+        sequence: ranks that share each sequence (Ulysses): tokens everywhere but in attention, heads there.
+        trainer: the software.
     """
 
     model: ModelConfig
@@ -72,6 +77,10 @@ class Shapes:
     fused: bool
     offload_optimizer: bool
     offload_weights: bool
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    trainer: Trainer = DS_GPT
 
     @classmethod
     def of(cls, composed: Composed) -> Shapes:
@@ -116,38 +125,56 @@ class Shapes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch of one rank."""
-        return self.micro_batch * self.model.context
+        """Tokens of one micro-batch on one rank."""
+        return self.micro_batch * self.model.context // self.sequence
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return self.ranks * self.tensor * self.pipeline * self.sequence
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO shards: they hold the same weights."""
+        return self.ranks * self.sequence
 
     def shard(self, elements: int) -> int:
         """Elements that one rank keeps of so many."""
-        return -(-elements // self.ranks)
+        return -(-elements // self.shards)
+
+    def parameters(self, first: bool = True, last: bool = True) -> list[Parameter]:
+        """What one pipeline stage has before ZeRO shards it, in the model's order; `first` and `last`: which stage."""
+        blocks = -(-self.model.layers // self.pipeline)
+        vocabulary = self.tensor if self.trainer.vocabulary_parallel else 1
+        offsets = {True: 0, False: 0}
+        result = []
+        for name, elements, matrix in _sizes(self.model, blocks, self.tensor, vocabulary, first, last):
+            result.append(Parameter(name, elements, offsets[matrix], matrix))
+            offsets[matrix] += elements
+        return result
 
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
 
 
-def parameters_of(model: ModelConfig) -> list[Parameter]:
-    """Every parameter, in the model's order."""
-    offsets = {True: 0, False: 0}
-    result = []
-    for name, elements, matrix in _sizes(model):
-        result.append(Parameter(name, elements, offsets[matrix], matrix))
-        offsets[matrix] += elements
-    return result
-
-
-def _sizes(model: ModelConfig) -> Iterator[tuple[str, int, bool]]:
+def _sizes(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> Iterator[tuple[str, int, bool]]:
+    """Tensor parallelism cuts what maps into heads and hidden units, and out of them; not the norms, nor the biases of what comes out."""
     width, hidden = model.width, model.hidden_width
-    yield "tokens", model.vocabulary * width, True
-    yield "positions", model.context * width, True
-    for _ in range(model.layers):
+    if first:
+        yield "tokens", model.vocabulary * width // vocabulary, True
+        yield "positions", model.context * width, True
+    for _ in range(blocks):
         yield from (("norm", width, False), ("norm", width, False))
-        yield from (("qkv", 3 * width * width, True), ("qkv bias", 3 * width, False), ("out", width * width, True), ("out bias", width, False))
+        yield from (("qkv", 3 * width * width // tensor, True), ("qkv bias", 3 * width // tensor, False))
+        yield from (("out", width * width // tensor, True), ("out bias", width, False))
         yield from (("norm", width, False), ("norm", width, False))
-        yield from (("up", width * hidden, True), ("up bias", hidden, False), ("down", hidden * width, True), ("down bias", width, False))
-    yield from (("norm", width, False), ("norm", width, False))
+        yield from (("up", width * hidden // tensor, True), ("up bias", hidden // tensor, False))
+        yield from (("down", hidden * width // tensor, True), ("down bias", width, False))
+    if last:
+        yield from (("norm", width, False), ("norm", width, False))
+    if last and not first:  # the tied matrix once more
+        yield "tokens", model.vocabulary * width // vocabulary, True
 
 
 BLOCK_PARAMETERS = 12

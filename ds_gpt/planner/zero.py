@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
+from ds_gpt.planner.trainers import States
 
 WEIGHTS, MASTERS, MOMENTS, GRADIENTS, BUCKETS, GATHERED = "weights", "masters", "moments", "gradients", "buckets", "gathered weights"
 _DDP_BUCKET = 500_000_000  # elements; DeepSpeed's own, not configurable
@@ -22,6 +23,7 @@ class Sharding:
         self.elements = sum(parameter.elements for parameter in parameters)
         self.host_bytes = 0
         self.largest = max(parameter.elements for parameter in parameters)
+        self.fresh = shapes.element  # bytes of a number in a gradient that backward has just made
         self.build()
 
     def build(self) -> None:
@@ -83,6 +85,36 @@ class Sharding:
         self.ledger.take(GRADIENTS, size)
         self.ledger.give(GRADIENTS, size)
         self.ledger.give(GRADIENTS, self.shapes.element * self.elements)
+
+
+class Plain(Sharding):
+    """No DeepSpeed: as many bytes for each parameter as the trainer says (`States`)."""
+
+    def build(self) -> None:
+        states, stage = self.states, self.shapes.stage
+        shard = self.shapes.shard(self.elements)
+        self.fresh = states.fresh or states.gradients
+        self.kept = states.gradients * (shard if stage >= 2 else self.elements)
+        self.ledger.take(WEIGHTS, states.weights * (shard if stage >= 3 else self.elements))
+        self.ledger.take(BUCKETS, states.buckets * self.elements)
+        self.ledger.take(MOMENTS, states.optimizer * (shard if stage >= 1 else self.elements))
+        self.ledger.take(GRADIENTS, self.kept if states.lasting else 0)
+
+    @property
+    def states(self) -> States:
+        """How many bytes."""
+        assert self.shapes.trainer.states
+        return self.shapes.trainer.states
+
+    def ready(self, parameter: Parameter) -> None:
+        self.ledger.give(GRADIENTS, self.fresh * parameter.elements if self.states.lasting else 0)
+
+    def reduce(self, last: bool) -> None:
+        """In the buckets, or in the lasting gradients."""
+
+    def step(self) -> None:
+        """One fused kernel."""
+        self.ledger.give(GRADIENTS, 0 if self.states.lasting else self.states.gradients * self.elements)
 
 
 class Bf16Optimizer(Sharding):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
-from ds_gpt.planner.zero import BUCKETS, GATHERED, GRADIENTS, WEIGHTS, Bf16Optimizer, Sharding, Stage1, Stage2
+from ds_gpt.planner.zero import BUCKETS, GATHERED, GRADIENTS, WEIGHTS, Bf16Optimizer, Plain, Sharding, Stage1, Stage2
 
 
 class Stage3(Stage2):
@@ -18,7 +18,7 @@ class Stage3(Stage2):
         threshold = shapes.buckets["stage3_param_persistence_threshold"]
         persistent = sum(p.elements for p in self.parameters if p.elements < threshold)
         self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
-        self.ledger.take(WEIGHTS, persistent * shapes.element * (shapes.ranks > 1))
+        self.ledger.take(WEIGHTS, persistent * shapes.element * (shapes.shards > 1))
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
         self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
@@ -48,7 +48,7 @@ class Stage3(Stage2):
         self._gather(fetched, element)
 
     def _gather(self, indices: list[int], element: int) -> None:
-        if not indices or self.shapes.ranks == 1:  # alone, the shard is the whole
+        if not indices or self.shapes.shards == 1:  # alone, the shard is the whole
             return
         flat = sum(self.parameters[index].elements for index in indices) * element
         for index in indices:
@@ -119,7 +119,9 @@ class Stage3(Stage2):
 
 
 def sharding(shapes: Shapes, parameters: list[Parameter], ledger: Ledger) -> Sharding:
-    """What DeepSpeed picks for this stage and precision."""
+    """What DeepSpeed picks for this stage and precision, or the trainer's own."""
+    if shapes.trainer.states:
+        return Plain(shapes, parameters, ledger)
     if shapes.stage == 1 and shapes.precision == "bf16" and shapes.accumulates_fp32 and not shapes.offload_optimizer:
         return Bf16Optimizer(shapes, parameters, ledger)
     return (Sharding, Stage1, Stage2, Stage3)[shapes.stage](shapes, parameters, ledger)
