@@ -15,7 +15,7 @@ from ds_gpt.planner.speed import Speed, speed_of
 # Not in any trace: the CUDA context and its libraries' kernels; NCCL's buffers with more than one rank. Commonly
 # measured as 0.4 to 0.7 GiB and 0.3 to 0.8 GiB. The caching allocator's fragments come on top, as a share.
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
-_FRAGMENTS = (0.02, 0.10)
+_FRAGMENTS = (0.02, 0.08)
 _AS_FAST = 0.98
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 

@@ -13,39 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_gpt.config import Composed
-from ds_gpt.model.counts import flops_per_token, mfu, parameters
+from ds_gpt.model.counts import flops_per_token, mfu
+from ds_gpt.planner.clock import Clock, Constants
 from ds_gpt.planner.devices import Device
+from ds_gpt.planner.network import Network
 from ds_gpt.planner.shapes import Shapes
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Shares of a device's peaks that software reaches.
-
-    Attributes:
-        matrix: of the matrix peak, for matrices without end.
-        half_size: dimension at which a matrix multiplication has lost half of that by this dimension alone.
-        attention: of the matrix peak, FlashAttention 2, forward and backward, of the causal half.
-        bandwidth: of the memory's, for element-wise kernels.
-        launch_s: least time of a kernel, as PyTorch launches them one by one.
-        link: of a link's bandwidth, for NCCL's collectives.
-        hidden: share of the backward pass under which ZeRO 2 and 3 can hide communication.
-        host_adam: parameters a second that the host's Adam updates for one rank (offload).
-    """
-
-    matrix: float = 0.80
-    half_size: float = 256.0
-    attention: float = 0.30
-    bandwidth: float = 0.80
-    launch_s: float = 15e-6
-    link: float = 0.70
-    hidden: float = 0.75
-    host_adam: float = 2e8
-
-
-# Of the predictions on the rows that were not fitted: nine in ten are within this. See ``benchmarks/planner.py``.
-RANGE = 0.15
-_KERNELS_A_BLOCK = {"forward": 16, "backward": 30}
+# What a step takes, over the prediction: nine in ten of the published runs that no constant was fitted to are within. See
+# ``benchmarks/planner.py``, which prints it.
+RANGE = (0.85, 1.15)
 
 
 @dataclass(frozen=True)
@@ -75,102 +52,27 @@ def speed(composed: Composed, device: Device) -> Speed:
 
 
 def speed_of(shapes: Shapes, device: Device, constants: Constants | None = None) -> Speed:
-    """Speed of a run on `device`, one rank each."""
-    clock = _Clock(shapes, device, constants or Constants())
-    parts = clock.compute()
-    reduced, gathered = clock.communication()
+    """Speed of a run on `device`, one rank each. Of a pipeline, the slowest stage sets the pace."""
+    constants = constants or Constants()
+    ends = ((True, True),) if shapes.pipeline == 1 else ((True, False), (False, True))
+    clock = max((Clock(shapes, device, constants, *end) for end in ends), key=lambda clock: clock.forward_s + clock.backward_s)
+    parts = dict(clock.parts)
+    network = Network(shapes, device, constants)
+    parts |= network.within_the_model()
+    reduced, gathered = network.zero(clock.parameters)
     backward = shapes.accumulation * clock.backward_s
     exposed = gathered + reduced
-    if shapes.overlap and shapes.stage >= 2:
-        room = clock.constants.hidden * (backward + (shapes.accumulation * clock.forward_s if shapes.stage == 3 else 0))
+    if shapes.overlap and (shapes.stage >= 2 or shapes.trainer.states):
+        room = constants.hidden * (backward + (shapes.accumulation * clock.forward_s if shapes.stage == 3 else 0))
         hideable = reduced + (gathered if shapes.stage == 3 else 0)
         exposed -= min(hideable, room)
+    if shapes.pipeline > 1:
+        # A stage waits for as many micro-batches as there are stages before and behind it (Narayanan et al. 2021, section 2.2).
+        busy = sum(parts.values()) / shapes.accumulation
+        parts["pipeline bubble"] = (shapes.pipeline - 1) * busy
     parts["communication"] = exposed
     parts |= clock.optimizer()
     step_s = sum(parts.values())
-    tokens = shapes.tokens * shapes.accumulation * shapes.ranks
-    utilization = mfu(tokens / step_s / shapes.ranks, flops_per_token(shapes.model), device.peak(shapes.precision))
-    return Speed(step_s, parts, reduced + gathered, tokens / step_s, utilization, (step_s / (1 + RANGE), step_s * (1 + RANGE)))
-
-
-class _Clock:
-    def __init__(self, shapes: Shapes, device: Device, constants: Constants) -> None:
-        self.shapes, self.device, self.constants = shapes, device, constants
-        self.peak = device.peak(shapes.precision)
-        self.bandwidth = device.bandwidth * constants.bandwidth
-        self.parameters = parameters(shapes.model)
-        self.forward_s = self.backward_s = 0.0
-
-    def compute(self) -> dict[str, float]:
-        """Matrices, attention, element-wise and recomputation, over all micro-steps."""
-        shapes, model = self.shapes, self.shapes.model
-        width, hidden, tokens, layers = model.width, model.hidden_width, shapes.tokens, model.layers
-        linear = sum(self._matrix(tokens, i, o) for i, o in ((width, 3 * width), (width, width), (width, hidden), (hidden, width)))
-        head = self._matrix(tokens, width, model.vocabulary)
-        # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
-        attention = 2 * tokens * model.context * width / (self.peak * self.constants.attention) + self.constants.launch_s
-        element = shapes.element
-        x, h, logits = element * tokens * width, element * tokens * hidden, tokens * model.vocabulary
-        dropout = 5 * x if model.dropout else 0
-        # Bytes read and written: two norms, two sums, GELU, dropout; backward also the stacking of q, k, v.
-        forward = self._pass(10 * x + 2 * h + dropout, _KERNELS_A_BLOCK["forward"] - 5)
-        backward = self._pass(20 * x + 3 * h + dropout, _KERNELS_A_BLOCK["backward"] - 9)
-        loss = self._pass((34 + 3 * element) * logits, 10)
-        recompute = 0.0
-        if shapes.policy == "full":
-            recompute = layers * (linear + attention + forward)
-        elif shapes.policy == "selective":
-            recompute = layers * (forward + (attention if model.dropout else 0))
-        self.forward_s = layers * (linear + attention + forward) + head + loss / 2
-        self.backward_s = layers * (2 * linear + 2.5 * attention + backward) + 2 * head + loss / 2 + recompute
-        steps = shapes.accumulation
-        return {
-            "matrices": steps * 3 * (layers * linear + head),
-            "attention": steps * 3.5 * layers * attention,
-            "element-wise": steps * (layers * (forward + backward) + loss),
-            "recomputation": steps * recompute,
-        }
-
-    def _matrix(self, rows: int, inputs: int, outputs: int) -> float:
-        """One multiplication: limited by the arithmetic, the memory or its launch."""
-        share = self.constants.matrix
-        for size in (rows, inputs, outputs):
-            share *= size / (size + self.constants.half_size)
-        moved = self.shapes.element * (rows * inputs + inputs * outputs + rows * outputs)
-        return max(2 * rows * inputs * outputs / (self.peak * share), moved / self.bandwidth, self.constants.launch_s)
-
-    def _pass(self, size: float, kernels: int) -> float:
-        return max(size / self.bandwidth, kernels * self.constants.launch_s)
-
-    def communication(self) -> tuple[float, float]:
-        """Seconds for reducing gradients, and for gathering weights, in one optimizer step; nothing hidden yet."""
-        shapes, ranks = self.shapes, self.shapes.ranks
-        if ranks == 1:
-            return 0.0, 0.0
-        device = self.device
-        rate = device.link if ranks <= device.per_node else min(device.link, device.network * device.per_node)
-        rate *= self.constants.link
-        once = self.parameters * shapes.element * (ranks - 1) / ranks / rate  # every rank sends, or receives, the model once
-        if shapes.stage == 0:
-            return 2 * once, 0.0
-        if shapes.stage == 1:
-            return 2 * once, once
-        if shapes.stage == 2:  # DeepSpeed reduces at every micro-step, by all-reduce of whole buckets
-            return 2 * once * shapes.accumulation, once
-        kept = self.parameters <= min(shapes.buckets["stage3_max_live_parameters"], shapes.buckets["stage3_max_reuse_distance"])
-        return once * shapes.accumulation, once * shapes.accumulation * (1 if kept else 2)
-
-    def optimizer(self) -> dict[str, float]:
-        """Clipping, Adam, and what offload moves."""
-        shapes = self.shapes
-        trained = self.parameters / (shapes.ranks if shapes.stage else 1)
-        if shapes.offload_optimizer:
-            moved = trained * (4 if shapes.accumulates_fp32 else shapes.element) + trained * shapes.element
-            parts = {"optimizer": trained / self.constants.host_adam, "offload": moved / self.device.host_link}
-        else:
-            # Norm and clipping read and write the fp32 gradients; Adam reads four numbers and writes three.
-            parts = {"optimizer": trained * (12 + 28 + shapes.element) / self.bandwidth}
-        if shapes.offload_weights:
-            fetched = self.parameters / shapes.ranks * shapes.element * 2 * shapes.accumulation
-            parts["offload"] = parts.get("offload", 0.0) + fetched / self.device.host_link
-        return parts
+    tokens = shapes.tokens * shapes.accumulation * shapes.ranks * shapes.sequence
+    utilization = mfu(tokens / step_s / shapes.devices, flops_per_token(shapes.model), device.peak(shapes.precision))
+    return Speed(step_s, parts, reduced + gathered, tokens / step_s, utilization, (step_s * RANGE[0], step_s * RANGE[1]))

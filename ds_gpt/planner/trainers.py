@@ -20,6 +20,7 @@ class States:
         fresh: of a gradient as backward makes it, before it is added to the lasting ones; 0 where it is one of them.
         buckets: DistributedDataParallel's own copy of the gradients.
         optimizer: masters and moments; sharded from ZeRO 1 on.
+        sent: of a gradient on its way to the other ranks.
         lasting: whether gradients exist all the time, not only from backward to step.
     """
 
@@ -28,6 +29,7 @@ class States:
     fresh: int
     buckets: int
     optimizer: int
+    sent: int
     lasting: bool
 
 
@@ -59,15 +61,5 @@ class Trainer:
 
 
 DS_GPT = Trainer()
-# Fully sharded, as LLM-Foundry and its predecessor run it; what is sharded is as at ZeRO 3.
-LLM_FOUNDRY = Trainer(loss="fused")
-# Megatron-LM: gradients are summed in fp32 where they stay; fused softmax, GELU and dropout kernels.
-MEGATRON = Trainer("plain", "softmax", states=States(2, 4, 2, 0, 12, lasting=True), vocabulary_parallel=True, fused=True)
-# Megatron-DeepSpeed: Megatron's model on DeepSpeed's optimizers.
-MEGATRON_DEEPSPEED = Trainer("plain", "softmax", vocabulary_parallel=True, fused=True)
-# PaddleNLP's hybrid parallelism at level O2: fp16 weights and gradients, fp32 masters and moments.
-PADDLE = Trainer("flash", "softmax", states=States(2, 2, 0, 0, 12, lasting=True), vocabulary_parallel=True, fused=True)
-# FlashAttention's training scripts: Lightning with autocast, fused kernels throughout.
-FLASH_ATTENTION = Trainer("flash", "fused", autocast=True, states=States(4, 4, 0, 4, 8, lasting=True), fused=True)
 # PyTorch alone: DistributedDataParallel, fp32 weights under autocast, attention written out.
-PLAIN_DDP = Trainer("plain", "log_probs", autocast=True, states=States(4, 4, 0, 4, 8, lasting=False))
+PLAIN_DDP = Trainer("plain", "log_probs", autocast=True, states=States(4, 4, 0, 4, 8, sent=4, lasting=False))

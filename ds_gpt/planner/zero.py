@@ -94,6 +94,7 @@ class Plain(Sharding):
         states, stage = self.states, self.shapes.stage
         shard = self.shapes.shard(self.elements)
         self.fresh = states.fresh or states.gradients
+        self.gathered: list[int] = []
         self.kept = states.gradients * (shard if stage >= 2 else self.elements)
         self.ledger.take(WEIGHTS, states.weights * (shard if stage >= 3 else self.elements))
         self.ledger.take(BUCKETS, states.buckets * self.elements)
@@ -106,11 +107,26 @@ class Plain(Sharding):
         assert self.shapes.trainer.states
         return self.shapes.trainer.states
 
+    def gather(self, index: int, count: int) -> None:
+        """At stage 3, block by block: this one, and the next meanwhile."""
+        if self.shapes.stage < 3:
+            return
+        size = self.shapes.element * sum(parameter.elements for parameter in self.parameters[index : index + count])
+        self.ledger.take(GATHERED, size)
+        self.gathered.append(size)
+        if len(self.gathered) > 2:
+            self.ledger.give(GATHERED, self.gathered.pop(0))
+
+    def gather_again(self, index: int, count: int) -> None:
+        self.gather(index, count)
+
     def ready(self, parameter: Parameter) -> None:
         self.ledger.give(GRADIENTS, self.fresh * parameter.elements if self.states.lasting else 0)
 
     def reduce(self, last: bool) -> None:
-        """In the buckets, or in the lasting gradients."""
+        """In the buckets, or in the lasting gradients; what was gathered is dropped."""
+        self.ledger.give(GATHERED, sum(self.gathered))
+        self.gathered.clear()
 
     def step(self) -> None:
         """One fused kernel."""

@@ -1,0 +1,27 @@
+"""The software that others published their runs with, as options of the planner's formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_gpt.planner.trainers import PLAIN_DDP, States, Trainer
+
+_MEGATRON = Trainer("plain", "softmax", states=States(2, 4, 2, 0, 12, sent=4, lasting=True), vocabulary_parallel=True, fused=True)
+_LLM_FOUNDRY = Trainer("flash", "fused", states=States(4, 4, 2, 0, 8, sent=4, lasting=True))
+
+TRAINERS: dict[str, Trainer] = {
+    # PyTorch's FullyShardedDataParallel as LLM-Foundry and its predecessor run it: fp32 shards, blocks gathered in bf16, gradients
+    # reduced in fp32 or, with mixed_precision PURE, in bf16; fused_crossentropy, which is FlashAttention's.
+    "llm-foundry": _LLM_FOUNDRY,
+    "llm-foundry pure": replace(_LLM_FOUNDRY, states=States(4, 4, 2, 0, 8, sent=2, lasting=True)),
+    # Megatron-LM: gradients are summed in fp32 where they stay; fused softmax, GELU and dropout.
+    "megatron": _MEGATRON,
+    "megatron fp32": replace(_MEGATRON, states=States(4, 4, 0, 0, 8, sent=4, lasting=False)),
+    # Megatron's model on DeepSpeed's optimizers.
+    "megatron-deepspeed": replace(_MEGATRON, states=None),
+    # PaddleNLP's hybrid parallelism at level O2: fp16 weights and gradients, fp32 masters and moments.
+    "paddle": Trainer("flash", "softmax", states=States(2, 2, 0, 0, 12, sent=2, lasting=True), vocabulary_parallel=True, fused=True),
+    # FlashAttention's training scripts: Lightning with autocast, fused kernels throughout.
+    "flash-attention": Trainer("flash", "fused", autocast=True, states=States(4, 4, 0, 4, 8, sent=4, lasting=True), fused=True),
+    "plain ddp": PLAIN_DDP,
+}

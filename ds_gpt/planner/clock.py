@@ -1,0 +1,137 @@
+"""Time of what one rank computes: matrices, attention, element-wise operations, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_gpt.planner.devices import Device
+from ds_gpt.planner.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Shares of a device's peaks that software reaches.
+
+    Attributes:
+        matrix: of the matrix peak, for matrices without end.
+        half_size: dimension at which a matrix multiplication has lost half of that by this dimension alone.
+        attention: of the matrix peak, FlashAttention 2, forward and backward, of the causal half.
+        bandwidth: of the memory's, for element-wise kernels.
+        launch_s: least time of a kernel, as PyTorch launches them one by one.
+        link: of a link's bandwidth, for NCCL's collectives.
+        hidden: share of the backward pass under which ZeRO 2 and 3 can hide communication.
+        host_adam: parameters a second that the host's Adam updates for one rank (offload).
+    """
+
+    matrix: float = 0.80
+    half_size: float = 256.0
+    attention: float = 0.30
+    bandwidth: float = 0.80
+    launch_s: float = 15e-6
+    link: float = 0.70
+    hidden: float = 0.75
+    host_adam: float = 2e8
+
+
+_KERNELS_A_BLOCK = {"forward": 16, "backward": 30}
+# Bytes that plain attention reads and writes for each score: the scores, scaling, softmax and its product; with dropout, that and its mask; with
+# autocast all in fp32 with casts on both sides. Backward as much again and its gradients.
+_PLAIN, _PLAIN_DROPOUT = {2: (10, 14), 4: (24, 30)}, {2: (5, 5), 4: (15, 17)}
+
+
+class Clock:
+    """One pipeline stage: `forward_s` and `backward_s` of a micro-step, and `parts` of a whole optimizer step."""
+
+    def __init__(self, shapes: Shapes, device: Device, constants: Constants, first: bool, last: bool) -> None:
+        self.shapes, self.device, self.constants = shapes, device, constants
+        self.peak = device.peak(shapes.precision)
+        self.bandwidth = device.bandwidth * constants.bandwidth
+        self.parameters = sum(parameter.elements for parameter in shapes.parameters(first, last))
+        self.forward_s = self.backward_s = 0.0
+        self.parts = self._compute(last)
+
+    def _compute(self, has_head: bool) -> dict[str, float]:
+        """Matrices, attention, element-wise and recomputation, over all micro-steps."""
+        shapes, model, tensor = self.shapes, self.shapes.model, self.shapes.tensor
+        width, hidden, tokens = model.width, model.hidden_width, shapes.tokens
+        layers = -(-model.layers // shapes.pipeline)
+        shapes_of_maps = ((width, 3 * width // tensor), (width // tensor, width), (width, hidden // tensor), (hidden // tensor, width))
+        linear = sum(self._matrix(tokens, i, o) for i, o in shapes_of_maps)
+        vocabulary = model.vocabulary // (tensor if shapes.trainer.vocabulary_parallel else 1)
+        head = self._matrix(tokens, width, vocabulary) * has_head
+        attention, attention_backward = self._attention()
+        forward, backward = self._element_wise()
+        loss = self._pass(self._bytes_of_loss * tokens * vocabulary, 10) * has_head
+        recompute = 0.0
+        if shapes.policy == "full":
+            recompute = layers * (linear + attention + forward)
+        elif shapes.policy == "selective":
+            recompute = layers * (forward + (attention if model.dropout else 0))
+        self.forward_s = layers * (linear + attention + forward) + head + loss / 2
+        self.backward_s = layers * (2 * linear + attention_backward + backward) + 2 * head + loss / 2 + recompute
+        steps = shapes.accumulation
+        return {
+            "matrices": steps * 3 * (layers * linear + head),
+            "attention": steps * layers * (attention + attention_backward),
+            "element-wise": steps * (layers * (forward + backward) + loss),
+            "recomputation": steps * recompute,
+        }
+
+    @property
+    def _bytes_of_loss(self) -> int:
+        """Read and written for each logit."""
+        element = self.shapes.element
+        return {"log_probs": 34 + 3 * element, "fused": 4 * element, "softmax": 16 + 3 * element}[self.shapes.trainer.loss]
+
+    def _attention(self) -> tuple[float, float]:
+        """Forward and backward."""
+        shapes, model = self.shapes, self.shapes.model
+        pairs = shapes.tokens * model.context * model.width / shapes.tensor
+        if shapes.trainer.attention == "flash":
+            # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
+            forward = 2 * pairs / (self.peak * self.constants.attention) + self.constants.launch_s
+            return forward, 2.5 * forward
+        scores, head_width = shapes.tokens * model.context * model.heads / shapes.tensor, model.head_width
+        arithmetic = self._matrix(shapes.tokens, head_width, model.context) * model.heads / shapes.tensor
+        width = 4 if shapes.trainer.autocast else shapes.element
+        moved = [plain + (dropped if model.dropout else 0) for plain, dropped in zip(_PLAIN[width], _PLAIN_DROPOUT[width], strict=True)]
+        less = 0.6 if shapes.trainer.fused else 1.0  # scale, mask and softmax in one kernel
+        return 2 * arithmetic + self._pass(less * moved[0] * scores, 6), 4 * arithmetic + self._pass(less * moved[1] * scores, 9)
+
+    def _element_wise(self) -> tuple[float, float]:
+        """Bytes read and written by two norms, two sums, GELU, dropout; backward also by the stacking of q, k, v."""
+        shapes, model, trainer = self.shapes, self.shapes.model, self.shapes.trainer
+        spread = shapes.tensor if trainer.norms_parallel else 1
+        x = shapes.element * shapes.tokens * model.width / spread * (1.5 if trainer.autocast else 1.0)  # half of it in fp32
+        h = shapes.element * shapes.tokens * model.hidden_width / shapes.tensor
+        dropout = 5 * x if model.dropout else 0
+        less = 0.5 if trainer.fused else 1.0
+        forward = self._pass(less * (10 * x + 2 * h + dropout), int(less * (_KERNELS_A_BLOCK["forward"] - 5)))
+        backward = self._pass(less * (20 * x + 3 * h + dropout), int(less * (_KERNELS_A_BLOCK["backward"] - 9)))
+        return forward, backward
+
+    def _matrix(self, rows: float, inputs: float, outputs: float) -> float:
+        """One multiplication: limited by the arithmetic, the memory or its launch."""
+        share = self.constants.matrix
+        for size in (rows, inputs, outputs):
+            share *= size / (size + self.constants.half_size)
+        moved = self.shapes.element * (rows * inputs + inputs * outputs + rows * outputs)
+        return max(2 * rows * inputs * outputs / (self.peak * share), moved / self.bandwidth, self.constants.launch_s)
+
+    def _pass(self, size: float, kernels: int) -> float:
+        return max(size / self.bandwidth, kernels * self.constants.launch_s)
+
+    def optimizer(self) -> dict[str, float]:
+        """Clipping, Adam, and what offload moves."""
+        shapes = self.shapes
+        trained = self.parameters / (shapes.shards if shapes.stage else 1)
+        if shapes.offload_optimizer:
+            moved = trained * (4 if shapes.accumulates_fp32 else shapes.element) + trained * shapes.element
+            parts = {"optimizer": trained / self.constants.host_adam, "offload": moved / self.device.host_link}
+        else:
+            # Norm and clipping read and write the fp32 gradients; Adam reads four numbers and writes three.
+            parts = {"optimizer": trained * (12 + 28 + shapes.element) / self.bandwidth}
+        if shapes.offload_weights:
+            fetched = self.parameters / shapes.shards * shapes.element * 2 * shapes.accumulation
+            parts["offload"] = parts.get("offload", 0.0) + fetched / self.device.host_link
+        return parts

@@ -1,0 +1,60 @@
+"""Time of what ranks send each other, before anything of it is hidden."""
+
+from __future__ import annotations
+
+from ds_gpt.planner.clock import Constants
+from ds_gpt.planner.devices import Device
+from ds_gpt.planner.shapes import Shapes
+
+
+class Network:
+    """Ranks are placed so that those that send most are nearest: tensor, sequence, data, pipeline."""
+
+    def __init__(self, shapes: Shapes, device: Device, constants: Constants) -> None:
+        self.shapes, self.device, self.constants = shapes, device, constants
+
+    def _rate(self, ranks: int, apart: int) -> float:
+        """Bytes a second of a ring over `ranks`, neighbours `apart` devices from each other."""
+        device = self.device
+        inside = max(1, device.per_node // apart)  # of them in a node: each brings its own share of the network
+        rate = device.link if ranks <= inside else min(device.link, device.network * inside)
+        return rate * self.constants.link
+
+    def within_the_model(self) -> dict[str, float]:
+        """What tensor, sequence and pipeline parallelism send in a step; nothing can be computed meanwhile."""
+        shapes = self.shapes
+        x = shapes.element * shapes.tokens * shapes.model.width
+        passes = 3 if shapes.policy == "full" else 2  # forward, backward, and forward again
+        blocks = shapes.accumulation * -(-shapes.model.layers // shapes.pipeline)
+        parts = {}
+        if shapes.tensor > 1:
+            # All-reduces after attention and after the feed-forward, each sent (t - 1) / t twice (Shoeybi et al. 2019, section 3).
+            sent = 2 * (shapes.tensor - 1) / shapes.tensor * x
+            parts["tensor parallel"] = blocks * passes * 2 * (sent / self._rate(shapes.tensor, 1) + self.constants.launch_s)
+        if shapes.sequence > 1:
+            # All-to-alls of queries, keys, values and result (Jacobs et al. 2023, section 3.2).
+            sent = (shapes.sequence - 1) / shapes.sequence * x
+            parts["sequence parallel"] = blocks * passes * 4 * (sent / self._rate(shapes.sequence, shapes.tensor) + self.constants.launch_s)
+        if shapes.pipeline > 1:
+            apart = shapes.tensor * shapes.sequence * shapes.ranks
+            rate = (self.device.link if apart * 2 <= self.device.per_node else self.device.network) * self.constants.link
+            parts["pipeline transfer"] = shapes.accumulation * 2 * x / shapes.tensor / rate
+        return parts
+
+    def zero(self, parameters: int) -> tuple[float, float]:
+        """Seconds for reducing the gradients of so many parameters, and for gathering weights, in one optimizer step."""
+        shapes, ranks = self.shapes, self.shapes.shards
+        if ranks == 1:
+            return 0.0, 0.0
+        rate = self._rate(ranks, shapes.tensor)
+        states = shapes.trainer.states
+        once = parameters * shapes.element * (ranks - 1) / ranks / rate  # every rank sends, or receives, the model once
+        reduced = once * (states.sent / shapes.element if states else 1)
+        if shapes.stage == 0:
+            return 2 * reduced, 0.0
+        if shapes.stage == 1:
+            return (1 if states else 2) * reduced, once
+        if shapes.stage == 2:  # DeepSpeed reduces at every micro-step, by all-reduce of whole buckets
+            return 2 * reduced * shapes.accumulation, once
+        limit = min(shapes.buckets["stage3_max_live_parameters"], shapes.buckets["stage3_max_reuse_distance"])
+        return reduced * shapes.accumulation, once * shapes.accumulation * (1 if parameters <= limit else 2)
