@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import checkpoints, compare, convergence, overhead, readme, report, suite
+from benchmarks import checkpoints, compare, convergence, overhead, planner_report, readme, report, suite
 from ds_gpt.commands.failure import run_or_fail
 
 CASES = {"checkpoints": checkpoints, "convergence": convergence, "overhead": overhead}
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         verb = verbs.add_parser(name, help=(case.__doc__ or "").partition("\n")[0])
         verb.add_argument("--records", type=Path, default=readme.RECORDS, help="folder for the record (default: benchmarks/records)")
         case.add_arguments(verb)
-    for name, module in (("report", report), ("compare", compare)):
+    for name, module in (("report", report), ("compare", compare), ("planner", planner_report)):
         module.add_arguments(verbs.add_parser(name, help=(module.__doc__ or "").partition("\n")[0]))
     verbs.add_parser("readme", help=(readme.__doc__ or "").partition("\n")[0])
     options = parser.parse_args(arguments)
@@ -47,6 +47,8 @@ def _run(options: argparse.Namespace) -> None:
             report.write(options.folder)
         case "compare":
             sys.exit(compare.run(options))
+        case "planner":
+            planner_report.run(options)
         case "readme":
             readme.update()
         case name:

@@ -48,13 +48,16 @@ def memory(composed: Composed) -> Memory:
     return memory_of(Shapes.of(composed))
 
 
-def memory_of(shapes: Shapes) -> Memory:
-    """Memory of the fullest rank in a step like all but the first: the optimizer's state exists."""
+def memory_of(shapes: Shapes, last_stage: bool = False) -> Memory:
+    """Memory of the fullest rank in a step like all but the first: the optimizer's state exists. `last_stage`: of that alone."""
     if shapes.pipeline == 1:
         return _stage(shapes, True, True, 1)
+    last = _stage(shapes, False, True, 1)
+    if last_stage:
+        return last
     # One forward, one backward (Narayanan et al. 2021, section 2.2): the first stage holds as many micro-batches as there are stages.
     first = _stage(shapes, True, False, min(shapes.pipeline, shapes.accumulation))
-    return max(first, _stage(shapes, False, True, 1), key=lambda memory: memory.peak.bytes)
+    return max(first, last, key=lambda memory: memory.peak.bytes)
 
 
 def _stage(shapes: Shapes, first: bool, last: bool, in_flight: int) -> Memory:

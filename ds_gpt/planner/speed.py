@@ -4,8 +4,8 @@ Matrix multiplications run at a share of the device's peak that falls with small
 share; everything else at a share of the memory's bandwidth; what a kernel costs to launch is the floor of each. ZeRO's
 collectives run at a share of the slowest link on their way, and what the backward pass can hide of them is hidden.
 
-The constants are of the software (cuBLAS, FlashAttention 2, NCCL, DeepSpeed), not of a row: one set for all. They
-were fitted on half of the published rows and checked on the other; ``benchmarks`` prints the errors.
+The constants are of the software (cuBLAS, FlashAttention 2, NCCL, DeepSpeed), not of a row: one set for all. They lie
+between what two halves of the published rows give; ``python -m benchmarks planner`` prints the errors of each by the other.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from ds_gpt.planner.devices import Device
 from ds_gpt.planner.network import Network
 from ds_gpt.planner.shapes import Shapes
 
-
 # What a step takes, over the prediction: nine in ten of the published runs that no constant was fitted to are within. See
-# ``benchmarks/planner.py``, which prints it.
-RANGE = (0.85, 1.15)
+# ``python -m benchmarks planner``.
+RANGE = (0.85, 1.20)
 
 
 @dataclass(frozen=True)
