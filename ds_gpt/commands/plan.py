@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_gpt.commands.arguments import Parser, add_config_arguments
-from ds_gpt.commands.failure import run_or_fail
+from ds_gpt.commands.failure import print_or_fail
 from ds_gpt.config.shipped import DEFAULT_RUN, SHIPPED
 
 if TYPE_CHECKING:
     from ds_gpt.planner.devices import Device
     from ds_gpt.planner.search import Candidate
 
-GIB = 2**30
+_JSONS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
@@ -25,13 +25,19 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser = Parser(prog=prog, description="Predict memory and speed of a run: what fits, what is fastest, and why.", allow_abbrev=False)
     add_config_arguments(parser)
     parser.set_defaults(config=str(DEFAULT_RUN), deepspeed_config="all")
-    parser.add_argument("--device", default="a100-40gb", help="the GPU (default: a100-40gb)")
+    parser.add_argument("--device", default="a100-40gb", help="the GPU (default: a100-40gb); any other word lists them")
+    parser.add_argument("--device-file", metavar="YAML", help="more devices, in the form of ds_gpt/planner/devices.yaml")
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many of them (default: 8)")
-    parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, for the cost of the run")
+    for name, what in (("tensor", "that share each matrix"), ("pipeline", "that share the blocks"), ("sequence", "that share each sequence")):
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"devices {what} (default: 1; on paper only)")
+    parser.add_argument("--search", action="store_true", help="also over tensor, pipeline and sequence degrees, and over the devices whose price is known")
+    parser.add_argument("--price", type=float, metavar="X", help="USD of one device for an hour (default: the list price, where one is known)")
     parser.add_argument("--why", action="store_true", help="explain each setting that does not fit")
     parser.add_argument("--trace", action="store_true", help="also run the real engine on fake tensors for the recommended setting: exact, takes a while")
+    parser.add_argument("--write", metavar="JSON", help="write the DeepSpeed JSON of the recommended setting")
+    parser.add_argument("--plot", metavar="PNG", help="draw the memory of the candidates, by kind")
     parser.add_argument("--json", action="store_true", help="print the candidates as a JSON list")
-    run_or_fail(lambda: plan(parser.parse_args(arguments)))
+    print_or_fail(lambda: plan(parser.parse_args(arguments)))
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -41,146 +47,132 @@ def plan(options: argparse.Namespace) -> None:
         ConfigError: bad input of any kind.
     """
     from ds_gpt.config import ConfigError, Problem
-    from ds_gpt.planner.devices import device_named
-    from ds_gpt.planner.search import candidates, recommended
+    from ds_gpt.planner import degrees, devices, report, search
 
     if options.devices < 1:
         raise ConfigError(Problem(f"--devices {options.devices} is not a number of GPUs", fix="give 1 or more"))
-    if options.price is not None and options.price < 0:
-        raise ConfigError(Problem(f"--price {options.price} is negative", fix="give the price of one GPU for an hour"))
-    device = device_named(options.device)
-    paths = [str(SHIPPED / f"zero{stage}.json") for stage in range(4)] if options.deepspeed_config == "all" else [options.deepspeed_config]
-    found = candidates(options.config, paths, device, options.devices, options.overrides)
+    if options.price is not None and not 0 <= options.price < float("inf"):
+        raise ConfigError(Problem(f"--price {options.price} is not a price", fix="give that of one device for an hour, 0 or more"))
+    known = devices.DEVICES | (devices.read_devices(options.device_file) if options.device_file else {})
+    device = devices.device_named(options.device, known)
+    gpu_only = _JSONS if device.kind == "cuda" else _JSONS[:4]  # on a CPU what is offloaded stays where it was
+    paths = [str(SHIPPED / f"{name}.json") for name in gpu_only] if options.deepspeed_config == "all" else [options.deepspeed_config]
+    asked = degrees.Degrees(options.tensor, options.pipeline, options.sequence)
+    degrees.check(asked, search.composed(options.config, paths[0], device.hardware(1), options.overrides).run.model, options.devices)
+    found = search.candidates(options.config, paths, device, options.devices, options.overrides, [asked])
+    if options.search and asked == degrees.ALONE:
+        model = found[0].shapes.model
+        splits = [split for split in degrees.possible(model, options.devices, device.per_node) if split != degrees.ALONE]
+        if splits:
+            found = search.ranked([*found, *search.candidates(options.config, paths[1:4] or paths, device, options.devices, options.overrides, splits)])
+    best = search.recommended(found)
+    if options.write:
+        write(Path(options.write), best, device, options)
+    if options.plot:
+        _plot(report.rows(found)[:24], device, options)
     if options.json:
-        print(json.dumps([as_json(candidate) for candidate in found], indent=1))
+        print(json.dumps([report.as_json(candidate) for candidate in found], indent=1))
         return
-    show(found, device, options)
+    show(found, device, known, paths, options)
     if options.trace:
-        show_trace(recommended(found), device, options)
+        if best.on_paper:
+            raise ConfigError(Problem(f"--trace: {best.degrees} is on paper only", "the trace runs ds_gpt's own engine, which is data parallel", "leave the degrees out"))
+        show_trace(best, device, options)
 
 
-def as_json(candidate: Candidate) -> dict[str, Any]:
-    """One candidate for ``--json``."""
-    shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
-    return {
-        "deepspeed_config": candidate.deepspeed_config,
-        "set": list(candidate.overrides),
-        "zero_stage": shapes.stage,
-        "micro_batch": shapes.micro_batch,
-        "accumulation": shapes.accumulation,
-        "activation_checkpointing": shapes.policy,
-        "precision": shapes.precision,
-        "fits": candidate.fits,
-        "peak_bytes": memory.peak.bytes,
-        "peak_phase": memory.peak.phase,
-        "bytes": memory.peak.kinds,
-        "host_bytes": memory.host_bytes,
-        "needed_bytes": list(candidate.needed_bytes),
-        "headroom_bytes": candidate.headroom_bytes,
-        "step_s": speed.step_s,
-        "step_s_range": list(speed.range_s),
-        "step_s_parts": speed.parts,
-        "tokens_per_s": speed.tokens_per_s,
-        "mfu": speed.mfu,
-    }
+def show(found: list[Candidate], device: Device, known: dict[str, Device], paths: list[str], options: argparse.Namespace) -> None:
+    """The best of each kind as a table, the recommendation, what would be cheaper, and what limits the others."""
+    from ds_gpt.planner import report, search
 
-
-def show(found: list[Candidate], device: Device, options: argparse.Namespace) -> None:
-    """The best of each stage and checkpointing as a table, the recommendation, and what limits it."""
-    from ds_gpt.planner.search import recommended
-
-    best = recommended(found)
-    shapes = best.shapes
-    print(f"{options.config} on {options.devices} x {device.name} ({device.memory_bytes / GIB:.1f} GiB), {shapes.precision}\n")
-    print("ZeRO  micro x acc  checkpointing  allocated GiB  peak in           headroom GiB  tokens/s        MFU")
-    for candidate in _rows(found):
-        print(_row(candidate))
-    if not best.fits:
-        print(f"\nnothing fits. Nearest, {-best.headroom_bytes / GIB:.1f} GiB short: ZeRO {shapes.stage}, micro-batch {shapes.micro_batch}")
-        print(f"most of it: {best.limiting_kind}, {best.memory.peak.kinds[best.limiting_kind] / GIB:.1f} GiB. More devices, or an offload JSON of ds_configs/, would help.")
-        return
-    speed = best.speed
-    steps = _steps(options)
-    days = steps * speed.step_s / 86400
-    low, high = (f"{bound * 1000:,.0f}" for bound in speed.range_s)
-    print(f"\nfastest that fits: ZeRO {shapes.stage}, micro-batch {shapes.micro_batch} x {shapes.accumulation}, checkpointing {shapes.policy or 'off'}")
-    print(f"  {speed.step_s * 1000:,.0f} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}")
-    total = sum(speed.parts.values())
-    print("  time: " + ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]) if seconds / total > 0.005))
-    cost = f", cost {days * 24 * options.devices * options.price:,.0f}" if options.price is not None else ""
-    print(f"  {steps:,} steps: {days:.2f} days{cost}")
-    kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
-    print(f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + " GiB")
-    print(f"  with CUDA context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB")
-    print(f"\n{command(best, options)}")
+    best = search.recommended(found)
+    training = search.composed(options.config, paths[0], device.hardware(1), options.overrides).run
+    steps = training.training.steps
+    print(f"{options.config} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}\n")
+    _lines(report.table(found))
+    print()
+    if best.fits:
+        _lines(report.recommendation(found, steps, device.price if options.price is None else options.price))
+    else:
+        _lines(report.nothing_fits(found, device))
+    if options.search:
+        tokens = float(steps * training.batch.global_batch_size * training.model.context)
+        print()
+        _lines(report.cheapest_devices(search.cheapest(options.config, paths, known.values(), options.devices, options.overrides), tokens))
     if options.why:
         print()
-        for candidate in found:
-            if not candidate.fits:
-                print(why(candidate, found, device))
+        _lines(report.why(candidate, found, device) for candidate in found if not candidate.fits)
+    if best.fits and not best.on_paper:
+        print(f"\n{command(best, device, options)}")
 
 
-def _rows(found: list[Candidate]) -> list[Candidate]:
-    """The fastest that fits of each stage and policy, or the smallest where none does."""
-    seen: dict[tuple[int, str | None, str], Candidate] = {}
-    for candidate in found:  # sorted so that the first is the one
-        seen.setdefault((candidate.shapes.stage, candidate.shapes.policy, candidate.deepspeed_config), candidate)
-    return list(seen.values())
+def _lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
 
 
-def _row(candidate: Candidate) -> str:
-    shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
-    micro = f"{shapes.micro_batch} x {shapes.accumulation}"
-    fits = f"{speed.tokens_per_s:<14,.0f}  {speed.mfu:.1%}" if candidate.fits else f"does not fit: {candidate.limiting_kind}"
-    return (
-        f"{shapes.stage:<4}  {micro:<11}  {shapes.policy or 'off':<13}  {memory.peak.bytes / GIB:<13.2f}  {memory.peak.phase:<16}  "
-        f"{candidate.headroom_bytes / GIB:<12.1f}  {fits}"
-    )
+def _settings(candidate: Candidate, options: argparse.Namespace) -> list[str]:
+    return [*options.overrides, *candidate.overrides]
 
 
-def _steps(options: argparse.Namespace) -> int:
-    from ds_gpt.config import load
-    from ds_gpt.planner.devices import device_named
-
-    hardware = device_named(options.device).hardware(options.devices)
-    path = SHIPPED / "zero1.json" if options.deepspeed_config == "all" else options.deepspeed_config
-    composed = load(options.config, path, hardware, [*options.overrides, "batch.micro_batch_size=1"])
-    return composed.run.training.steps
-
-
-def command(candidate: Candidate, options: argparse.Namespace) -> str:
+def command(candidate: Candidate, device: Device, options: argparse.Namespace) -> str:
     """What starts the run with this setting."""
-    settings = [argument for setting in (*options.overrides, *candidate.overrides) for argument in ("--set", setting)]
-    per_node = min(options.devices, 8)
-    path = _short(candidate.deepspeed_config)
-    return shlex.join(
-        ["deepspeed", "--num_gpus", str(per_node), "ds_gpt/train.py", "--config", _short(options.config), "--deepspeed_config", path, *settings]
-    )
+    from ds_gpt.planner.report import short
+
+    nodes = -(-options.devices // device.per_node)
+    start = ["deepspeed", "--num_gpus", str(options.devices), "ds_gpt/train.py"] if nodes == 1 else ["launch/multi_node.sh", "--hostfile", "hostfile", "--num_nodes", str(nodes)]
+    if options.write:
+        path, settings = options.write, [setting for setting in _settings(candidate, options) if _of_the_run(setting)]
+    else:
+        path, settings = short(candidate.deepspeed_config, SHIPPED.parent), _settings(candidate, options)
+    sets = [argument for setting in settings for argument in ("--set", setting)]
+    return shlex.join([*start, "--config", short(options.config, SHIPPED.parent), "--deepspeed_config", path, *sets])
 
 
-def _short(path: str) -> str:
-    return str(Path(path).relative_to(SHIPPED.parent)) if Path(path).is_relative_to(SHIPPED.parent) else path
+def _of_the_run(setting: str) -> bool:
+    """Whether a ``--set`` is of the run YAML."""
+    from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
+    from ds_gpt.config.run import RunConfig
+
+    top, _, rest = setting.partition("=")[0].strip().partition(".")
+    return top in RunConfig.model_fields and not (top in KNOWN_KEYS[""] and rest.partition(".")[0] in KNOWN_KEYS.get(top, ()))
 
 
-def why(candidate: Candidate, found: list[Candidate], device: Device) -> str:
-    """Why one setting does not fit, and the smallest change that makes it."""
-    shapes, peak = candidate.shapes, candidate.memory.peak
-    kind = candidate.limiting_kind
-    text = (
-        f"ZeRO {shapes.stage}, micro-batch {shapes.micro_batch}, checkpointing {shapes.policy or 'off'}: {kind} {peak.kinds[kind] / GIB:.1f} GiB "
-        f"of {device.memory_bytes / GIB:.1f}, {-candidate.headroom_bytes / GIB:.1f} too much"
-    )
-    for other in found:
-        if other.fits and (other.shapes.stage, other.shapes.micro_batch) == (shapes.stage, shapes.micro_batch):
-            return f"{text}; {other.shapes.policy} checkpointing brings it to {other.memory.peak.kinds.get(kind, 0) / GIB:.1f}"
-    return text
+def write(path: Path, candidate: Candidate, device: Device, options: argparse.Namespace) -> None:
+    """Write the DeepSpeed JSON of a setting: with the command that is printed it composes to what was planned.
+
+    Raises:
+        ConfigError: nothing fits, ds_gpt cannot run it, or the file cannot be written.
+    """
+    from ds_gpt.config import ConfigError, Problem, load
+
+    if not candidate.fits:
+        raise ConfigError(Problem(f"--write {path}: nothing fits", "there is no setting to write", "plan without --write to see what is short"))
+    if candidate.on_paper:
+        raise ConfigError(Problem(f"--write {path}: {candidate.degrees} is on paper only", "ds_gpt trains data parallel", "leave the degrees out"))
+    composed = load(options.config, candidate.deepspeed_config, device.hardware(options.devices), _settings(candidate, options))
+    values = {key: value for key, value in composed.stated.items() if value is not None}
+    values["train_micro_batch_size_per_gpu"] = candidate.shapes.micro_batch
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(Problem(f"--write {path}: {error.strerror}", fix="give a path that can be written")) from None
+
+
+def _plot(shown: Sequence[Candidate], device: Device, options: argparse.Namespace) -> None:
+    from ds_gpt.config import ConfigError, Problem
+    from ds_gpt.planner.plots import plot
+
+    try:
+        plot(shown, device, Path(options.plot), f"{Path(options.config).stem} on {options.devices:,} x {device.name}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem(f"--plot {options.plot}: {error}", fix="give a path that can be written, ending in .png, .svg or .pdf")) from None
 
 
 def show_trace(candidate: Candidate, device: Device, options: argparse.Namespace) -> None:
     """The real engine's account of the recommended setting."""
     from ds_gpt.engine.trace import Request, trace_elsewhere
 
-    request = Request(options.config, candidate.deepspeed_config, device.hardware(options.devices), (*options.overrides, *candidate.overrides))
+    request = Request(options.config, candidate.deepspeed_config, device.hardware(options.devices), tuple(_settings(candidate, options)))
     (traced,) = trace_elsewhere([request])
     print(f"\ntrace of the real engine on fake tensors, rank 0 of {traced.world_size}; MiB allocated when a phase ends, and at most in it")
     for phase in traced.phases:

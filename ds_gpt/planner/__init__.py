@@ -16,7 +16,7 @@ class Prediction:
 
     Attributes:
         peak_bytes: most that one rank allocates.
-        tokens_per_s: of all ranks; None where the device is not one of ``DEVICES``.
+        tokens_per_s: of all ranks; None where the device is not a GPU of ``DEVICES``.
     """
 
     peak_bytes: int
@@ -29,7 +29,7 @@ def predict(composed: Composed) -> Prediction | None:
         needed = memory(composed)
     except ConfigError:
         return None
-    device = next((device for device in DEVICES.values() if device.name == composed.hardware.name), None)
+    device = next((device for device in DEVICES.values() if device.kind == composed.hardware.kind == "cuda" and device.name == composed.hardware.name), None)
     # What is offloaded on a CPU stays in the same memory.
     peak_bytes = needed.peak.bytes + (needed.host_bytes if composed.hardware.kind == "cpu" else 0)
     return Prediction(peak_bytes, speed(composed, device).tokens_per_s if device else None)

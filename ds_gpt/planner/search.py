@@ -1,19 +1,21 @@
-"""Which settings of a run fit a device, which is fastest, and why the others are not."""
+"""Which settings of a run fit a device, which is fastest, and which device would be cheapest."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ds_gpt.config import ConfigError, Hardware, load
+from ds_gpt.config import Composed, ConfigError, Hardware, Problem, load
+from ds_gpt.planner.degrees import ALONE, Degrees, check
 from ds_gpt.planner.devices import Device
 from ds_gpt.planner.memory import Memory, memory_of
 from ds_gpt.planner.shapes import Shapes
 from ds_gpt.planner.speed import Speed, speed_of
 
-# Not in any trace: the CUDA context and its libraries' kernels; NCCL's buffers with more than one rank. Commonly
-# measured as 0.4 to 0.7 GiB and 0.3 to 0.8 GiB. The caching allocator's fragments come on top, as a share.
+# Not in any trace: the CUDA context and its libraries' kernels; NCCL's buffers with more than one rank. Commonly measured as 0.4 to
+# 0.7 GiB and 0.3 to 0.8 GiB. The caching allocator's fragments come on top, as a share: of 140 published runs that ran, none would
+# be refused by it.
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
 _FRAGMENTS = (0.02, 0.08)
 _AS_FAST = 0.98
@@ -48,6 +50,16 @@ class Candidate:
         return self.headroom_bytes >= 0
 
     @property
+    def degrees(self) -> Degrees:
+        """Devices that share one copy of the model."""
+        return Degrees(self.shapes.tensor, self.shapes.pipeline, self.shapes.sequence)
+
+    @property
+    def on_paper(self) -> bool:
+        """Whether ds_gpt cannot train with it: it trains data parallel."""
+        return self.degrees != ALONE
+
+    @property
     def limiting_kind(self) -> str:
         """The kind of memory that is most of the peak."""
         return max(self.memory.peak.kinds, key=lambda kind: self.memory.peak.kinds[kind])
@@ -56,53 +68,93 @@ class Candidate:
 def judge(deepspeed_config: str, overrides: tuple[str, ...], shapes: Shapes, device: Device) -> Candidate:
     """Memory and speed of one setting."""
     memory = memory_of(shapes)
-    around = _CONTEXT_BYTES + (_NCCL_BYTES if shapes.ranks > 1 else 0)
-    low, high = (int(memory.peak.bytes * (1 + share)) + around for share in _FRAGMENTS)
+    if device.kind == "cpu":  # no context, and what is offloaded stays in the same memory
+        low, high = (int((memory.peak.bytes + memory.host_bytes) * (1 + share)) for share in _FRAGMENTS)
+    else:
+        around = _CONTEXT_BYTES + (_NCCL_BYTES if shapes.devices > 1 else 0)
+        low, high = (int(memory.peak.bytes * (1 + share)) + around for share in _FRAGMENTS)
     return Candidate(deepspeed_config, overrides, shapes, memory, (low, high), device.memory_bytes - high, speed_of(shapes, device))
 
 
-def candidates(run: str, deepspeed_configs: Sequence[str], device: Device, devices: int, overrides: Sequence[str]) -> list[Candidate]:
-    """Every stage that the JSONs give x micro-batch x checkpointing that the run allows, fastest first, those that fit before the rest.
+def candidates(
+    run: str, deepspeed_configs: Sequence[str], device: Device, devices: int, overrides: Sequence[str], splits: Iterable[Degrees] = (ALONE,)
+) -> list[Candidate]:
+    """Every setting that the run allows: DeepSpeed JSON x `splits` x micro-batch x checkpointing; fastest first, what fits before the rest.
 
     Raises:
-        ConfigError: no setting can be composed; the problems are those of the first JSON.
+        ConfigError: no setting can be composed; the problems are those of the first.
     """
-    hardware = device.hardware(devices)
     result: list[Candidate] = []
     first_error: ConfigError | None = None
-    for path in deepspeed_configs:
+    for degrees, path in itertools.product(splits, deepspeed_configs):
         try:
-            result += _of_one_json(run, path, hardware, device, overrides)
+            result += _of_one_json(run, path, device, devices, overrides, degrees)
         except ConfigError as error:
             first_error = first_error or error
     if not result:
         assert first_error is not None
         raise first_error
-    return sorted(result, key=lambda candidate: (not candidate.fits, -candidate.speed.tokens_per_s if candidate.fits else -candidate.headroom_bytes))
+    return ranked(result)
+
+
+def ranked(found: Iterable[Candidate]) -> list[Candidate]:
+    """Fastest first, what fits before the rest, which is by how little is missing."""
+    return sorted(found, key=lambda candidate: (not candidate.fits, -candidate.speed.tokens_per_s if candidate.fits else -candidate.headroom_bytes))
 
 
 def recommended(found: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits; of those that are as fast, within what the prediction can tell, the lowest stage."""
-    first = found[0]
-    if not first.fits:
-        return first
-    as_fast = [candidate for candidate in found if candidate.fits and candidate.speed.tokens_per_s >= _AS_FAST * first.speed.tokens_per_s]
-    return min(as_fast, key=lambda candidate: (candidate.shapes.stage, -candidate.speed.tokens_per_s))
+    """Of what `ranked` gave, the fastest that fits, where any does one that ds_gpt can run; of those that are as fast, within what the
+    prediction can tell, the one that splits and shards least."""
+    fitting = [candidate for candidate in found if candidate.fits]
+    if not fitting:
+        return found[0]
+    pool = [candidate for candidate in fitting if not candidate.on_paper] or fitting
+    as_fast = [candidate for candidate in pool if candidate.speed.tokens_per_s >= _AS_FAST * pool[0].speed.tokens_per_s]
+    return min(as_fast, key=lambda candidate: (candidate.degrees.product, candidate.shapes.stage, -candidate.speed.tokens_per_s))
 
 
-def _of_one_json(run: str, path: str, hardware: Hardware, device: Device, overrides: Sequence[str]) -> list[Candidate]:
-    stated = {override.partition("=")[0].strip() for override in overrides}
-    alone = "batch.micro_batch_size=1"  # always composes where the global batch divides by the ranks
-    composed = load(run, path, hardware, [*overrides, *([] if "batch.micro_batch_size" in stated else [alone])])
-    base = Shapes.of(composed)
-    share = composed.run.batch.global_batch_size // hardware.world_size
-    sizes = [base.micro_batch] if "batch.micro_batch_size" in stated else sorted({size for size in (*_MICRO_BATCHES, share) if share % size == 0 and size <= 64})
+def cheapest(
+    run: str, deepspeed_configs: Sequence[str], known: Iterable[Device], devices: int, overrides: Sequence[str]
+) -> list[tuple[float, Device, Candidate]]:
+    """USD of the run's million tokens, device and best setting, for each device whose price is known and that it fits; cheapest first."""
+    found = []
+    for device in known:
+        if device.price is None:
+            continue
+        best = recommended(candidates(run, deepspeed_configs, device, devices, overrides))
+        if best.fits:
+            found.append((device.price * devices / 3600 / best.speed.tokens_per_s * 1e6, device, best))
+    return sorted(found, key=lambda item: item[0])
+
+
+def composed(run: str, path: str, hardware: Hardware, overrides: Sequence[str]) -> Composed:
+    """The run on so many ranks; where nobody states a micro-batch, of one sequence, which composes wherever any does."""
+    stated = _keys(overrides)
+    return load(run, path, hardware, [*overrides, *([] if "batch.micro_batch_size" in stated else ["batch.micro_batch_size=1"])])
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
+def _of_one_json(run: str, path: str, device: Device, devices: int, overrides: Sequence[str], degrees: Degrees) -> list[Candidate]:
+    stated = _keys(overrides)
+    ranks = max(1, devices // degrees.product)
+    whole = composed(run, path, device.hardware(ranks), overrides)
+    check(degrees, whole.run.model, devices)
+    base = Shapes.of(whole)
+    base = replace(base, tensor=degrees.tensor, pipeline=degrees.pipeline, sequence=degrees.sequence)
+    if degrees.pipeline > 1 and base.stage > 1:
+        raise ConfigError(Problem(f"pipeline {degrees.pipeline} with ZeRO {base.stage} ({path})", "DeepSpeed's pipeline keeps gradients whole", "use ZeRO 1"))
+    share = whole.run.batch.global_batch_size // ranks
+    fixed_size = "batch.micro_batch_size" in stated
+    sizes = [base.micro_batch] if fixed_size else sorted({size for size in (*_MICRO_BATCHES, share) if share % size == 0 and size <= 64})
     fixed = any(key == "activation_checkpointing" or key.startswith("activation_checkpointing.") for key in stated)
     policies = [base.policy] if fixed else [None, "selective", "full"]
     result = []
     for size, policy in itertools.product(sizes, policies):
         shapes = replace(base, micro_batch=size, accumulation=share // size, policy=policy)
-        settings = [] if "batch.micro_batch_size" in stated else [f"batch.micro_batch_size={size}"]
+        settings = [] if fixed_size else [f"batch.micro_batch_size={size}"]
         if not fixed and policy != base.policy:
             settings.append(f"activation_checkpointing.policy={policy}" if policy else "activation_checkpointing=null")
         result.append(judge(path, tuple(settings), shapes, device))

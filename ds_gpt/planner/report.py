@@ -1,0 +1,172 @@
+"""What was found, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_gpt.planner.degrees import ALONE
+from ds_gpt.planner.devices import GIB, Device
+from ds_gpt.planner.search import Candidate, recommended
+
+_ROWS = 16
+
+
+def as_json(candidate: Candidate) -> dict[str, Any]:
+    """One candidate."""
+    shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
+    return {
+        "deepspeed_config": candidate.deepspeed_config,
+        "set": list(candidate.overrides),
+        "zero_stage": shapes.stage,
+        "offload_optimizer": shapes.offload_optimizer,
+        "offload_param": shapes.offload_weights,
+        "micro_batch": shapes.micro_batch,
+        "accumulation": shapes.accumulation,
+        "activation_checkpointing": shapes.policy,
+        "tensor": shapes.tensor,
+        "pipeline": shapes.pipeline,
+        "sequence": shapes.sequence,
+        "on_paper": candidate.on_paper,
+        "precision": shapes.precision,
+        "fits": candidate.fits,
+        "peak_bytes": memory.peak.bytes,
+        "peak_phase": memory.peak.phase,
+        "bytes": memory.peak.kinds,
+        "host_bytes": memory.host_bytes,
+        "needed_bytes": list(candidate.needed_bytes),
+        "headroom_bytes": candidate.headroom_bytes,
+        "step_s": speed.step_s,
+        "step_s_range": list(speed.range_s),
+        "step_s_parts": speed.parts,
+        "tokens_per_s": speed.tokens_per_s,
+        "mfu": speed.mfu,
+    }
+
+
+def label(candidate: Candidate) -> str:
+    """The setting in a few words."""
+    shapes = candidate.shapes
+    split = "" if candidate.degrees == ALONE else f"{candidate.degrees}, "
+    return f"{split}ZeRO {stage(candidate)}, micro-batch {shapes.micro_batch} x {shapes.accumulation}, checkpointing {shapes.policy or 'off'}"
+
+
+def stage(candidate: Candidate) -> str:
+    """ZeRO stage, and whether it offloads."""
+    return f"{candidate.shapes.stage}{' + offload' if candidate.shapes.offload_optimizer else ''}"
+
+
+def rows(found: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest that fits of each stage, split and policy, or the smallest where none does."""
+    seen: dict[tuple[Any, ...], Candidate] = {}
+    for candidate in found:  # sorted so that the first is the one
+        seen.setdefault((candidate.deepspeed_config, candidate.degrees, candidate.shapes.policy), candidate)
+    return list(seen.values())
+
+
+def table(found: Sequence[Candidate]) -> Iterator[str]:
+    """The best of each kind, fastest first."""
+    shown = rows(found)
+    split = max([0, *(len(str(candidate.degrees)) + 2 for candidate in shown[:_ROWS])]) if any(candidate.on_paper for candidate in shown[:_ROWS]) else 0
+    heads = f"{'split':<{split}}" if split else ""
+    yield f"{heads}ZeRO         micro x acc  checkpointing  allocated GiB  peak in           headroom GiB  tokens/s        MFU"
+    for candidate in shown[:_ROWS]:
+        shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
+        micro = f"{shapes.micro_batch} x {shapes.accumulation}"
+        fits = f"{speed.tokens_per_s:<14,.0f}  {speed.mfu:.1%}" if candidate.fits else f"does not fit: {candidate.limiting_kind}"
+        yield (
+            f"{str(candidate.degrees) if split else '':<{split}}{stage(candidate):<11}  {micro:<11}  {shapes.policy or 'off':<13}  "
+            f"{memory.peak.bytes / GIB:<13.2f}  {memory.peak.phase:<16}  {candidate.headroom_bytes / GIB:<12.1f}  {fits}"
+        )
+    if len(shown) > _ROWS:
+        yield f"and {len(shown) - _ROWS} more kinds; --json lists every setting"
+
+
+def nothing_fits(found: Sequence[Candidate], device: Device) -> Iterator[str]:
+    """How far from it, and what the least is."""
+    best = found[0]
+    kind = best.limiting_kind
+    yield f"nothing fits. Nearest, {-best.headroom_bytes / GIB:,.1f} GiB short: {label(best)}"
+    yield f"most of it: {kind}, {best.memory.peak.kinds[kind] / GIB:,.1f} GiB"
+    count = sum(parameter.elements for parameter in _whole(best))
+    state = 16 * count  # bf16 weights and gradients, fp32 masters and two moments
+    together = device.memory_bytes * best.shapes.devices
+    if state > together:
+        yield (
+            f"it cannot be trained on {best.shapes.devices:,} x {device.name}: weights, gradients and optimizer of {count / 1e9:,.1f}B parameters are "
+            f"{state / GIB:,.0f} GiB, of {together / GIB:,.0f} that they have together; at least {-(-state // device.memory_bytes):,} are needed"
+        )
+    else:
+        yield "More devices, --search for tensor and pipeline degrees, or a smaller model.context would help"
+
+
+def _whole(candidate: Candidate) -> Sequence[Any]:
+    from dataclasses import replace
+
+    return replace(candidate.shapes, tensor=1, pipeline=1).parameters()
+
+
+def recommendation(found: Sequence[Candidate], steps: int, price: float | None) -> Iterator[str]:
+    """The fastest that fits in detail, and the one behind it."""
+    best = recommended(found)
+    speed, shapes = best.speed, best.shapes
+    low, high = (f"{bound * 1000:,.0f}" for bound in speed.range_s)
+    fastest = next(candidate for candidate in found if candidate.on_paper == best.on_paper)
+    as_good = "" if best is fastest else " (to 2%, and it shards less)"
+    yield f"fastest that fits{as_good}: {label(best)}"
+    yield f"  {speed.step_s * 1000:,.0f} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}"
+    total = sum(speed.parts.values())
+    yield "  time: " + ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]) if seconds / total > 0.005)
+    days = [steps * seconds / 86400 for seconds in (speed.step_s, *speed.range_s)]
+    cost = f", {days[0] * 24 * shapes.devices * price:,.0f} USD at {price:g} a device and hour" if price is not None else ""
+    yield f"  {steps:,} steps: {days[0]:.2f} days (between {days[1]:.2f} and {days[2]:.2f}){cost}"
+    kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
+    host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
+    yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + f" GiB{host}"
+    yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB"
+    if best.on_paper:
+        yield "  on paper only: ds_gpt trains data parallel"
+    elif found[0].on_paper and found[0].speed.tokens_per_s > 1.02 * speed.tokens_per_s:
+        yield f"faster on paper, where ds_gpt could split the model: {label(found[0])}: {found[0].speed.tokens_per_s:,.0f} tokens/s"
+    kind = (best.shapes.stage, best.shapes.policy, best.degrees, best.shapes.offload_optimizer)
+    others = (other for other in found if other.fits and (other.shapes.stage, other.shapes.policy, other.degrees, other.shapes.offload_optimizer) != kind)
+    behind = next(others, None)
+    if behind:
+        yield f"runner-up: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {behind.needed_bytes[1] / GIB:.1f} GiB"
+
+
+def cheapest_devices(found: Sequence[tuple[float, Device, Candidate]], tokens: float) -> Iterator[str]:
+    """The run's cost on each device that it fits, cheapest first."""
+    if not found:
+        yield "cheapest device: none whose price is known would do"
+        return
+    yield f"cheapest devices that would do, {found[0][2].shapes.devices} of each (list prices, a guide):"
+    for per_million, device, best in found[:5]:
+        days = tokens / best.speed.tokens_per_s / 86400
+        yield f"  {device.key:<15} {per_million * tokens / 1e6:>12,.2f} USD  {days:>8.2f} days  {label(best)}"
+
+
+def why(candidate: Candidate, found: Sequence[Candidate], device: Device) -> str:
+    """Why one setting does not fit, and the smallest change that makes it."""
+    peak, kind = candidate.memory.peak, candidate.limiting_kind
+    text = (
+        f"{label(candidate)}: {kind} {peak.kinds[kind] / GIB:.1f} GiB of {device.memory_bytes / GIB:.1f}, {-candidate.headroom_bytes / GIB:.1f} too much"
+    )
+    same = [other for other in found if other.fits and other.degrees == candidate.degrees]
+    shapes = candidate.shapes
+    for what, change in (
+        ("{0.policy} checkpointing brings it to", lambda other: (other.stage, other.micro_batch, other.offload_optimizer) == (shapes.stage, shapes.micro_batch, shapes.offload_optimizer)),
+        ("micro-batch {0.micro_batch} brings it to", lambda other: (other.stage, other.policy, other.offload_optimizer) == (shapes.stage, shapes.policy, shapes.offload_optimizer)),
+        ("ZeRO {0.stage} with micro-batch {0.micro_batch}, checkpointing {0.policy}, brings it to", lambda other: other.offload_optimizer == shapes.offload_optimizer),
+        ("offload brings it to", lambda other: other.offload_optimizer),
+    ):
+        for other in same:
+            if change(other.shapes):
+                return f"{text}; {what.format(other.shapes).replace('checkpointing None', 'checkpointing off')} {other.memory.peak.kinds.get(kind, 0) / GIB:.1f}"
+    return f"{text}; no setting of {candidate.degrees} fits"
+
+
+def short(path: str, root: Path) -> str:
+    """A shipped file as it is called from the repository."""
+    return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path
