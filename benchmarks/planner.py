@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from benchmarks.trainers_published import TRAINERS
@@ -141,9 +142,10 @@ def fit(runs: Sequence[Published]) -> Constants:
     return best
 
 
-def held_out(runs: Sequence[Published]) -> tuple[list[tuple[Published, float]], list[Constants]]:
+@cache
+def held_out() -> tuple[list[tuple[Published, float]], list[Constants]]:
     """Every row's error by constants that no row of its half has shaped, and the constants of the two fits."""
-    runs = [run for run in runs if not run.speed_unfit]
+    runs = [run for run in published() if not run.speed_unfit]
     fitted = [run for run in runs if run.billions is not None]
     sizes = sorted({run.billions for run in fitted})
     fits = [fit([run for run in fitted if sizes.index(run.billions) % 2 == half]) for half in (0, 1)]

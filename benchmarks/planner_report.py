@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
 def report(rows: bool = False) -> Iterator[str]:
     """The report, line by line; `rows`: with every row's errors."""
     runs = published()
-    speeds, fits = held_out(runs)
+    speeds, fits = held_out()
     yield "# Memory: predicted over published peak"
     memories = [(run, run.memory_error()) for run in runs if run.peak_bytes]
     yield from _by_family("memory", memories)
@@ -99,7 +99,7 @@ def _left_out() -> Iterator[str]:
 def table() -> str:
     """What the README says of it, as a Markdown table."""
     runs = published()
-    speeds, _ = held_out(runs)
+    speeds, _ = held_out()
     memories = [run.memory_error() for run in runs if run.peak_bytes]
     rows = [
         ("peak memory", "memory", len(memories), median_and_p90(memories)),

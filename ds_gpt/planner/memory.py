@@ -12,6 +12,7 @@ elements, B x T tokens, width D, feed-forward width F:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_gpt.config import Composed
@@ -78,7 +79,7 @@ def _stage(shapes: Shapes, first: bool, last: bool, in_flight: int) -> Memory:
 class _Walk:
     """One forward and backward pass through one pipeline stage."""
 
-    def __init__(self, shapes: Shapes, parameters: list[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, first: bool, last: bool) -> None:
+    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, first: bool, last: bool) -> None:
         self.shapes, self.parameters, self.ledger, self.zero = shapes, parameters, ledger, zero
         self.first, self.last = first, last
         model, element, trainer, tensor = shapes.model, shapes.element, shapes.trainer, shapes.tensor

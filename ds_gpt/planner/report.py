@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ds_gpt.planner.degrees import ALONE
 from ds_gpt.planner.devices import GIB, Device
 from ds_gpt.planner.search import Candidate, recommended
+from ds_gpt.planner.shapes import Shapes
 
 _ROWS = 16
 
@@ -102,8 +104,6 @@ def nothing_fits(found: Sequence[Candidate], device: Device) -> Iterator[str]:
 
 
 def _whole(candidate: Candidate) -> Sequence[Any]:
-    from dataclasses import replace
-
     return replace(candidate.shapes, tensor=1, pipeline=1).parameters()
 
 
@@ -153,18 +153,34 @@ def why(candidate: Candidate, found: Sequence[Candidate], device: Device) -> str
     text = (
         f"{label(candidate)}: {kind} {peak.kinds[kind] / GIB:.1f} GiB of {device.memory_bytes / GIB:.1f}, {-candidate.headroom_bytes / GIB:.1f} too much"
     )
-    same = [other for other in found if other.fits and other.degrees == candidate.degrees]
     shapes = candidate.shapes
-    for what, change in (
-        ("{0.policy} checkpointing brings it to", lambda other: (other.stage, other.micro_batch, other.offload_optimizer) == (shapes.stage, shapes.micro_batch, shapes.offload_optimizer)),
-        ("micro-batch {0.micro_batch} brings it to", lambda other: (other.stage, other.policy, other.offload_optimizer) == (shapes.stage, shapes.policy, shapes.offload_optimizer)),
-        ("ZeRO {0.stage} with micro-batch {0.micro_batch}, checkpointing {0.policy}, brings it to", lambda other: other.offload_optimizer == shapes.offload_optimizer),
-        ("offload brings it to", lambda other: other.offload_optimizer),
-    ):
-        for other in same:
-            if change(other.shapes):
-                return f"{text}; {what.format(other.shapes).replace('checkpointing None', 'checkpointing off')} {other.memory.peak.kinds.get(kind, 0) / GIB:.1f}"
+    for other in (other for change in _CHANGES for other in found if other.fits and other.degrees == candidate.degrees and change(shapes, other.shapes)):
+        most = max(moment.kinds.get(kind, 0) for moment in other.memory.moments)
+        less = f"them to {most / GIB:.1f}" if most < 0.95 * peak.kinds[kind] else f"the peak to {other.memory.peak.bytes / GIB:.1f}"
+        return f"{text}; {_change(shapes, other.shapes)} would bring {less}"
     return f"{text}; no setting of {candidate.degrees} fits"
+
+
+# From the smallest change to the largest: another policy, a smaller micro-batch, another stage, the host's memory.
+_CHANGES: tuple[Callable[[Shapes, Shapes], bool], ...] = (
+    lambda one, other: (one.stage, one.micro_batch, one.offload_optimizer) == (other.stage, other.micro_batch, other.offload_optimizer),
+    lambda one, other: (one.stage, one.policy, one.offload_optimizer) == (other.stage, other.policy, other.offload_optimizer),
+    lambda one, other: one.offload_optimizer == other.offload_optimizer,
+    lambda one, other: other.offload_optimizer,
+)
+
+
+def _change(one: Shapes, other: Shapes) -> str:
+    parts = []
+    if other.stage != one.stage:
+        parts.append(f"ZeRO {other.stage}")
+    if other.offload_optimizer and not one.offload_optimizer:
+        parts.append("offload")
+    if other.micro_batch != one.micro_batch:
+        parts.append(f"micro-batch {other.micro_batch}")
+    if other.policy != one.policy:
+        parts.append(f"{other.policy} checkpointing" if other.policy else "no checkpointing")
+    return ", ".join(parts)
 
 
 def short(path: str, root: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ds_gpt.config import Composed, ConfigError, ModelConfig, Problem
@@ -142,20 +143,24 @@ class Shapes:
         """Elements that one rank keeps of so many."""
         return -(-elements // self.shards)
 
-    def parameters(self, first: bool = True, last: bool = True) -> list[Parameter]:
+    def parameters(self, first: bool = True, last: bool = True) -> tuple[Parameter, ...]:
         """What one pipeline stage has before ZeRO shards it, in the model's order; `first` and `last`: which stage."""
         blocks = -(-self.model.layers // self.pipeline)
-        vocabulary = self.tensor if self.trainer.vocabulary_parallel else 1
-        offsets = {True: 0, False: 0}
-        result = []
-        for name, elements, matrix in _sizes(self.model, blocks, self.tensor, vocabulary, first, last):
-            result.append(Parameter(name, elements, offsets[matrix], matrix))
-            offsets[matrix] += elements
-        return result
+        return _parameters(self.model, blocks, self.tensor, self.tensor if self.trainer.vocabulary_parallel else 1, first, last)
 
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
+
+
+@lru_cache(maxsize=256)
+def _parameters(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> tuple[Parameter, ...]:
+    offsets = {True: 0, False: 0}
+    result = []
+    for name, elements, matrix in _sizes(model, blocks, tensor, vocabulary, first, last):
+        result.append(Parameter(name, elements, offsets[matrix], matrix))
+        offsets[matrix] += elements
+    return tuple(result)
 
 
 def _sizes(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> Iterator[tuple[str, int, bool]]:

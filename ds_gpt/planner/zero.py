@@ -7,6 +7,8 @@ the trace of the real thing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
 from ds_gpt.planner.trainers import States
@@ -18,7 +20,7 @@ _DDP_BUCKET = 500_000_000  # elements; DeepSpeed's own, not configurable
 class Sharding:
     """ZeRO 0: every rank holds everything. Gradients wait until the end, then go through one flat copy at a time."""
 
-    def __init__(self, shapes: Shapes, parameters: list[Parameter], ledger: Ledger) -> None:
+    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger) -> None:
         self.shapes, self.parameters, self.ledger = shapes, parameters, ledger
         self.elements = sum(parameter.elements for parameter in parameters)
         self.host_bytes = 0
@@ -202,11 +204,16 @@ class Stage1(Sharding):
 
     first = False
 
+    @property
+    def _waits(self) -> int:
+        """Bytes of a number in a gradient that waits, and in the bucket: at ZeRO 1 fp32 where gradients are added in it."""
+        return 4 if self.shapes.stage == 1 and self._compact else self.shapes.element
+
     def _bucket_bytes(self) -> int:
-        return self.shapes.buckets["reduce_bucket_size"] * self.shapes.element * (2 if self.shapes.overlap else 1)
+        return self.shapes.buckets["reduce_bucket_size"] * self._waits * (2 if self.shapes.overlap else 1)
 
     def _fill(self, parameter: Parameter) -> None:
-        size = self.shapes.element * parameter.elements
+        size = self._waits * parameter.elements
         limit = self.shapes.buckets["reduce_bucket_size"]
         if self.filled + parameter.elements > limit:
             self._flush()
@@ -222,7 +229,7 @@ class Stage1(Sharding):
     def _converted(self, parameter: Parameter) -> int:
         """Bytes of the fp32 copy by which a gradient, or the part of it in rank 0's shard, is added to the shard."""
         mine = min(parameter.elements, max(0, self.mine[parameter.matrix] - parameter.offset))
-        return 4 * mine if self._compact else 0
+        return 4 * mine if self._waits < 4 and (self._compact or self.shapes.offload_optimizer) else 0
 
     def _flush(self) -> None:
         if not self.filled:
@@ -230,7 +237,7 @@ class Stage1(Sharding):
         if self._compact and self.fills_shard:
             self._keep_shard()
         # What is sent is a flat copy of the bucket; of a single tensor there is none.
-        copy = (self.filled * self.shapes.element if self.filled_parameters > 1 else 0) + self.largest_waiting
+        copy = (self.filled * self._waits if self.filled_parameters > 1 else 0) + self.largest_waiting
         self.ledger.take(BUCKETS, copy)
         self.ledger.give(BUCKETS, copy)
         if self.fills_shard:
@@ -252,6 +259,8 @@ class Stage1(Sharding):
 
     def ready(self, parameter: Parameter) -> None:
         self._open()
+        self.ledger.take(GRADIENTS, self._waits * parameter.elements if self._waits > self.fresh else 0)
+        self.ledger.give(GRADIENTS, self.fresh * parameter.elements if self._waits > self.fresh else 0)
 
     def reduce(self, last: bool) -> None:
         if not last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
@@ -118,7 +118,7 @@ class Stage3(Stage2):
             self.ledger.give(GRADIENTS, size)
 
 
-def sharding(shapes: Shapes, parameters: list[Parameter], ledger: Ledger) -> Sharding:
+def sharding(shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger) -> Sharding:
     """What DeepSpeed picks for this stage and precision, or the trainer's own."""
     if shapes.trainer.states:
         return Plain(shapes, parameters, ledger)

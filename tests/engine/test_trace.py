@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from forked_ranks import run_ranks
+from measured_ranks import measured
 from tiny import CONFIGS
 
-from ds_gpt.config import Composed, ConfigError, Hardware, load
+from ds_gpt.config import ConfigError, Hardware, load
 from ds_gpt.engine.trace import Request, Trace, trace_elsewhere
 
 MIB = 2**20
@@ -36,28 +34,6 @@ def request(case: str, world_size: int = 2) -> Request:
     deepspeed, overrides = CASES[case]
     hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", world_size, bf16=True)
     return Request(RUN, str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *overrides))
-
-
-def measured(ranks: Any, run: Composed) -> Trace:
-    """What a real rank allocates, less what only gloo does."""
-    from ds_gpt.engine.allocations import Allocations
-    from ds_gpt.engine.trace import measure
-
-    dispatch = Allocations.__torch_dispatch__
-
-    def patient(self: Allocations, func: Any, *args: Any) -> Any:
-        before = self._serial
-        result = dispatch(self, func, *args)
-        if func.namespace == "c10d":
-            time.sleep(0.02)  # gloo's threads let go of a collective's tensors a moment after it is done
-        if func is torch.ops.aten.split.Tensor and self._serial > before:
-            # A view of what nobody made: the copy that gloo's reduce-scatter works in, and NCCL's does not.
-            serial, _ = self.events.pop()
-            self._live = {address: (number, 0 if number == serial else size) for address, (number, size) in self._live.items()}
-        return result
-
-    Allocations.__torch_dispatch__ = patient
-    return measure(run, ranks)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,128 @@
+"""Tensor, pipeline and sequence degrees: what each rank holds, what it sends, and what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from traced_cases import CONFIGS
+
+from ds_gpt.config import ConfigError, load
+from ds_gpt.model.counts import parameters
+from ds_gpt.planner.clock import Constants
+from ds_gpt.planner.degrees import Degrees, check, possible
+from ds_gpt.planner.devices import DEVICES, device_named
+from ds_gpt.planner.memory import memory_of
+from ds_gpt.planner.search import candidates, cheapest, recommended
+from ds_gpt.planner.shapes import Shapes
+from ds_gpt.planner.speed import speed_of
+
+A100 = device_named("a100-40gb")
+RUN = str(CONFIGS / "runs" / "gpt_1b.yaml")
+JSONS = [str(CONFIGS / f"zero{stage}.json") for stage in range(4)]
+
+
+def shapes(stage: int = 1, **changes: int) -> Shapes:
+    return replace(Shapes.of(load(RUN, JSONS[stage], A100.hardware(8), ())), **changes)
+
+
+def elements(each: Shapes, first: bool = True, last: bool = True) -> int:
+    return sum(parameter.elements for parameter in each.parameters(first, last))
+
+
+def test_without_degrees_a_rank_has_the_whole_model() -> None:
+    assert elements(shapes()) == parameters(shapes().model)
+
+
+def test_the_stages_of_a_pipeline_have_the_model_between_them_and_the_tied_matrix_twice() -> None:
+    model = shapes().model
+    ends = elements(shapes(pipeline=2), True, False) + elements(shapes(pipeline=2), False, True)
+    assert ends == parameters(model) + model.vocabulary * model.width
+
+
+def test_tensor_ranks_share_the_matrices_and_copy_the_rest() -> None:
+    model, shared = shapes().model, 0
+    for parameter in shapes().parameters():
+        if parameter.name in ("qkv", "qkv bias", "out", "up", "up bias", "down"):
+            shared += parameter.elements
+    assert elements(shapes(tensor=4)) == parameters(model) - shared * 3 // 4
+
+
+def test_what_is_split_is_smaller_and_what_is_not_stays() -> None:
+    whole, tensor, sequence = (memory_of(shapes(policy=None, **split)) for split in ({}, {"tensor": 2}, {"sequence": 2}))
+    kept = whole.peak.kinds["activations"]
+    # Of the 34 bytes of a token and unit of width (Korthikanti et al. 2022, equation 2) tensor parallelism splits 24: q, k, v, attention, twice F.
+    assert tensor.peak.kinds["activations"] / kept == pytest.approx((10 + 24 / 2) / 34, rel=0.02)
+    assert sequence.peak.kinds["activations"] / kept == pytest.approx(1 / 2, rel=0.02)
+    assert sequence.resident["weights"] == whole.resident["weights"]
+    assert sequence.resident["moments"] == pytest.approx(whole.resident["moments"] / 2, rel=0.001)  # ZeRO shards over these ranks too
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages() -> None:
+    """And one micro-batch less in flight takes one set of block inputs less: what full checkpointing keeps."""
+    split = shapes(pipeline=4, micro_batch=1, policy="full")
+
+    def most(steps: int) -> int:
+        return max(moment.kinds.get("activations", 0) - 16 * split.tokens * steps for moment in memory_of(replace(split, accumulation=steps)).moments)
+
+    kept = 5 * 2 * split.tokens * split.model.width + split.tokens * split.model.width * 3  # five blocks' inputs; output and mask of the embedding
+    assert most(16) == most(4)
+    assert most(4) - most(3) == pytest.approx(kept, rel=0.05)
+
+
+def test_the_bubble_is_that_of_the_paper() -> None:
+    parts = speed_of(shapes(pipeline=4, accumulation=12, ranks=1, micro_batch=2), A100).parts
+    busy = sum(parts.values()) - parts["pipeline bubble"] - parts["communication"] - parts["optimizer"]
+    assert parts["pipeline bubble"] / busy == pytest.approx(3 / 12)  # (p - 1) / m: Narayanan et al. 2021, section 2.2
+
+
+def test_tensor_ranks_send_four_all_reduces_a_block() -> None:
+    run, constants = shapes(tensor=4, ranks=2, policy=None, micro_batch=4, accumulation=2), Constants(launch_s=0.0)
+    sent = 2 * 3 / 4 * 2 * run.tokens * run.model.width
+    seconds = 2 * run.model.layers * 4 * sent / (A100.link * constants.link)
+    assert speed_of(run, A100, constants).parts["tensor parallel"] == pytest.approx(seconds)
+    split = speed_of(replace(run, tensor=1, sequence=4), A100, constants).parts
+    assert split["sequence parallel"] == pytest.approx(2 * run.model.layers * 8 * (3 / 4 * 2 * run.tokens / 4 * run.model.width) / (A100.link * constants.link))
+
+
+def test_a_degree_of_one_changes_nothing() -> None:
+    found = candidates(RUN, JSONS, A100, 8, [], [Degrees(), Degrees(1, 1, 1)])
+    assert len({(c.memory.peak.bytes, c.speed.step_s, c.shapes.stage, c.shapes.micro_batch, c.shapes.policy) for c in found}) == len(found) / 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "devices", "said"),
+    [
+        (Degrees(tensor=3), 8, "8 devices are not a whole number of times tensor 3"),
+        (Degrees(tensor=32), 32, "model.heads = 16 is not a multiple of tensor 32"),
+        (Degrees(pipeline=32), 32, "pipeline 32 is more than model.layers = 20"),
+        (Degrees(sequence=32), 32, "model.heads = 16 is not a multiple of tensor 1 x sequence 32"),
+        (Degrees(tensor=0), 8, "--tensor 0 is not a number of devices"),
+    ],
+)
+def test_impossible_degrees_are_told(degrees: Degrees, devices: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(degrees, shapes().model, devices)
+
+
+def test_a_pipeline_is_refused_where_deepspeed_refuses_it() -> None:
+    with pytest.raises(ConfigError, match="pipeline 2 with ZeRO 3"):
+        candidates(RUN, JSONS[3:], A100, 8, [], [Degrees(pipeline=2)])
+
+
+def test_the_search_recommends_what_can_be_run_where_anything_can() -> None:
+    splits = list(possible(shapes().model, 8, 8))
+    assert {Degrees(2), Degrees(8), Degrees(1, 4), Degrees(2, 4), Degrees(sequence=8)} <= set(splits)
+    found = candidates(RUN, JSONS, A100, 8, [], splits)
+    assert not recommended(found).on_paper
+    big = ["model.layers=64", "model.width=8192", "model.heads=64", "model.ffn_width=32768", "batch.micro_batch_size=1"]
+    paper = recommended(candidates(RUN, JSONS[:2], device_named("a100-80gb"), 64, big, possible(load(RUN, JSONS[0], A100.hardware(64), big).run.model, 64, 8)))
+    assert paper.fits and paper.on_paper  # 52B parameters: ZeRO 1 alone keeps all weights on every device
+
+
+def test_the_cheapest_device_is_the_one_whose_bill_is_least() -> None:
+    found = cheapest(RUN, JSONS, DEVICES.values(), 8, [])
+    assert [cost for cost, _, _ in found] == sorted(cost for cost, _, _ in found)
+    for cost, device, best in found:
+        assert best.fits and cost == pytest.approx(device.price * 8 / 3600 / best.speed.tokens_per_s * 1e6)
+    assert {device.key for _, device, _ in found} <= {device.key for device in DEVICES.values() if device.price}

@@ -1,0 +1,44 @@
+"""Bytes that the planner foresees, kind by kind, against real DeepSpeed ranks on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from forked_ranks import run_ranks
+from measured_ranks import measured
+from tiny import CONFIGS
+
+from ds_gpt.config import Hardware, load
+from ds_gpt.planner.memory import memory
+
+MODEL = ("model.layers=3", "model.width=256", "model.heads=4", "model.context=64", "model.vocab_size=1024", "batch.micro_batch_size=2")
+SMALL_BUCKETS = ("zero_optimization.reduce_bucket_size=100000", "zero_optimization.stage3_param_persistence_threshold=1000")
+CASES = {
+    "zero0": ("zero0", 1, ()),
+    "zero1, accumulation": ("zero1", 2, ()),
+    "zero2, accumulation": ("zero2", 2, ("bf16.enabled=false",)),
+    "zero3, accumulation": ("zero3", 2, SMALL_BUCKETS),
+    "zero2, offload, accumulation": ("zero2_offload", 2, SMALL_BUCKETS[:1]),
+    "zero3, offload": ("zero3_offload", 1, SMALL_BUCKETS),
+}  # fmt: skip
+KINDS = ("weights", "masters", "moments", "gradients", "buckets")
+TOLERANCE = 0.02
+ROUNDING_BYTES = 40 * 512  # the log rounds each tensor up to 512 bytes, as CUDA's allocator does
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_kind_is_what_a_real_rank_holds(case: str) -> None:
+    deepspeed, accumulation, overrides = CASES[case]
+    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", 2, bf16=True)
+    sizes = (f"batch.global_batch_size={4 * accumulation}",)
+    run = load(str(CONFIGS / "runs" / "quickstart.yaml"), str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *sizes, *overrides))
+    optimizer = run.deepspeed["optimizer"]  # without the Adam that DeepSpeed compiles; fused: no temporaries in the step
+    run = replace(run, deepspeed={**run.deepspeed, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}})
+    planned, real = memory(run), run_ranks(2, measured, run)[0]
+    found = {kind: (planned.resident.get(kind, 0), real.resident.get(kind, 0)) for kind in KINDS}
+    for kind, (ours, theirs) in found.items():
+        assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=ROUNDING_BYTES), (kind, found)
+    assert planned.host_bytes == pytest.approx(real.host_bytes, rel=TOLERANCE, abs=ROUNDING_BYTES)
+    if not planned.host_bytes:  # how long copies to the host keep what they copy is the accelerator's affair; the recipes' traces hold these peaks
+        assert planned.peak.bytes == pytest.approx(real.peak_bytes, rel=TOLERANCE)
