@@ -37,6 +37,7 @@ class Device:
         link: bytes a second to a peer in the node, one direction.
         network: bytes a second to other nodes for each device, one direction.
         host_link: bytes a second to host memory, one direction.
+        host_bytes: this device's share of its machine's host memory.
         per_node: devices in a usual node.
         bf16: whether it computes bf16 at full speed.
         kind: a GPU or a CPU, as the configuration calls them.
@@ -51,6 +52,7 @@ class Device:
     link: float
     network: float
     host_link: float
+    host_bytes: int
     per_node: int
     bf16: bool
     kind: Literal["cuda", "cpu"]
@@ -83,6 +85,7 @@ class _Entry(BaseModel):
     link: float = Field(gt=0, allow_inf_nan=False)
     network: float = Field(gt=0, allow_inf_nan=False)
     host_link: float = Field(gt=0, allow_inf_nan=False)
+    host_gib: float = Field(64, gt=0, allow_inf_nan=False)
     per_node: int = Field(8, gt=0)
     bf16: bool = True
     peaks: _Peaks | None = None
@@ -131,8 +134,8 @@ def _device(key: str, entry: _Entry) -> Device:
             Problem(f"the peak throughput of '{entry.name}' ({key}) is not known", "speed is a share of it", "add peaks: {half: N, fp32: N} in TFLOP/s, without sparsity")
         )
     return Device(
-        key, entry.name, int(entry.memory_gib * GIB), entry.bandwidth * GB, entry.link * GB, entry.network * GB, entry.host_link * GB, entry.per_node,
-        entry.bf16, entry.kind, peaks, entry.price,
+        key, entry.name, int(entry.memory_gib * GIB), entry.bandwidth * GB, entry.link * GB, entry.network * GB, entry.host_link * GB,
+        int(entry.host_gib * GIB), entry.per_node, entry.bf16, entry.kind, peaks, entry.price,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_gpt.planner.degrees import ALONE
 from ds_gpt.planner.devices import GIB, Device
-from ds_gpt.planner.search import Candidate, recommended
+from ds_gpt.planner.search import HOST, Candidate, recommended
 from ds_gpt.planner.shapes import Shapes
 
 _ROWS = 16
@@ -88,9 +88,8 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
 def nothing_fits(found: Sequence[Candidate], device: Device) -> Iterator[str]:
     """How far from it, and what the least is."""
     best = found[0]
-    kind = best.limiting_kind
     yield f"nothing fits. Nearest, {-best.headroom_bytes / GIB:,.1f} GiB short: {label(best)}"
-    yield f"most of it: {kind}, {best.memory.peak.kinds[kind] / GIB:,.1f} GiB"
+    yield f"most of it: {best.limiting_kind}, {best.limiting_bytes / GIB:,.1f} GiB"
     count = sum(parameter.elements for parameter in _whole(best))
     state = 16 * count  # bf16 weights and gradients, fp32 masters and two moments
     together = device.memory_bytes * best.shapes.devices
@@ -113,7 +112,7 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None) 
     speed, shapes = best.speed, best.shapes
     low, high = (f"{bound * 1000:,.0f}" for bound in speed.range_s)
     fastest = next(candidate for candidate in found if candidate.on_paper == best.on_paper)
-    as_good = "" if best is fastest else " (to 2%, and it shards less)"
+    as_good = "" if best is fastest else ", to 2%, and shards least"
     yield f"fastest that fits{as_good}: {label(best)}"
     yield f"  {speed.step_s * 1000:,.0f} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}"
     total = sum(speed.parts.values())
@@ -149,14 +148,13 @@ def cheapest_devices(found: Sequence[tuple[float, Device, Candidate]], tokens: f
 
 def why(candidate: Candidate, found: Sequence[Candidate], device: Device) -> str:
     """Why one setting does not fit, and the smallest change that makes it."""
-    peak, kind = candidate.memory.peak, candidate.limiting_kind
-    text = (
-        f"{label(candidate)}: {kind} {peak.kinds[kind] / GIB:.1f} GiB of {device.memory_bytes / GIB:.1f}, {-candidate.headroom_bytes / GIB:.1f} too much"
-    )
+    kind, size = candidate.limiting_kind, candidate.limiting_bytes
+    limit = device.host_bytes if candidate.host_is_short else device.memory_bytes
+    text = f"{label(candidate)}: {kind} {size / GIB:.1f} GiB of {limit / GIB:.1f}, {-candidate.headroom_bytes / GIB:.1f} too much"
     shapes = candidate.shapes
     for other in (other for change in _CHANGES for other in found if other.fits and other.degrees == candidate.degrees and change(shapes, other.shapes)):
         most = max(moment.kinds.get(kind, 0) for moment in other.memory.moments)
-        less = f"them to {most / GIB:.1f}" if most < 0.95 * peak.kinds[kind] else f"the peak to {other.memory.peak.bytes / GIB:.1f}"
+        less = f"them to {most / GIB:.1f}" if kind != HOST and most < 0.95 * size else f"the peak to {other.memory.peak.bytes / GIB:.1f}"
         return f"{text}; {_change(shapes, other.shapes)} would bring {less}"
     return f"{text}; no setting of {candidate.degrees} fits"
 

@@ -19,6 +19,7 @@ from ds_gpt.planner.speed import Speed, speed_of
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
 _FRAGMENTS = (0.02, 0.08)
 _AS_FAST = 0.98
+HOST = "host memory"
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -32,7 +33,9 @@ class Candidate:
         shapes: the run as numbers.
         memory: of one rank, allocated bytes.
         needed_bytes: the device's bytes that it takes, between these.
-        headroom_bytes: what is left of the device, at the larger of them; negative where it does not fit.
+        headroom_bytes: what is left of the device, at the larger of them, or of its share of host memory where that is less; negative where
+            it does not fit.
+        host_is_short: whether it is host memory.
         speed: of the whole run.
     """
 
@@ -42,6 +45,7 @@ class Candidate:
     memory: Memory
     needed_bytes: tuple[int, int]
     headroom_bytes: int
+    host_is_short: bool
     speed: Speed
 
     @property
@@ -61,8 +65,13 @@ class Candidate:
 
     @property
     def limiting_kind(self) -> str:
-        """The kind of memory that is most of the peak."""
-        return max(self.memory.peak.kinds, key=lambda kind: self.memory.peak.kinds[kind])
+        """The kind of memory that is most of what is short."""
+        return HOST if self.host_is_short else max(self.memory.peak.kinds, key=lambda kind: self.memory.peak.kinds[kind])
+
+    @property
+    def limiting_bytes(self) -> int:
+        """How much there is of it."""
+        return self.memory.host_bytes if self.host_is_short else self.memory.peak.kinds[self.limiting_kind]
 
 
 def judge(deepspeed_config: str, overrides: tuple[str, ...], shapes: Shapes, device: Device) -> Candidate:
@@ -73,7 +82,10 @@ def judge(deepspeed_config: str, overrides: tuple[str, ...], shapes: Shapes, dev
     else:
         around = _CONTEXT_BYTES + (_NCCL_BYTES if shapes.devices > 1 else 0)
         low, high = (int(memory.peak.bytes * (1 + share)) + around for share in _FRAGMENTS)
-    return Candidate(deepspeed_config, overrides, shapes, memory, (low, high), device.memory_bytes - high, speed_of(shapes, device))
+    headroom = device.memory_bytes - high
+    host_headroom = device.host_bytes - memory.host_bytes if memory.host_bytes and device.kind == "cuda" else headroom
+    short = host_headroom < 0 and host_headroom < headroom
+    return Candidate(deepspeed_config, overrides, shapes, memory, (low, high), min(headroom, host_headroom), short, speed_of(shapes, device))
 
 
 def candidates(
