@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables
+from benchmarks import planner_report, tables
 from benchmarks.records import REPOSITORY, read_all
 from benchmarks.results import peak_bytes, read
 
@@ -72,7 +72,8 @@ def code_map() -> str:
 
 def filled(text: str, records_folder: Path = RECORDS) -> str:
     """README text with what stands between its markers renewed."""
-    for name, content in (("records", table(records_folder)), ("suite", suite_table(records_folder / "cpu")), ("map", code_map())):
+    contents = {"records": table(records_folder), "suite": suite_table(records_folder / "cpu"), "map": code_map(), "planner": planner_report.table()}
+    for name, content in contents.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
     return text
 
