@@ -106,6 +106,8 @@ class Engine:
             config=composed.deepspeed,
             dist_init_required=False,
         )[0]
+        if composed.compiled:
+            self.deepspeed.compile()
         undo_dummy_step(self.deepspeed)
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,8 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, windo
         return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, dropout_p=dropout, is_causal=True, enable_gqa=shared > 1)
     # CUDA's kernels take a mask or shared heads, not both: what cannot be fused would form the scores, T x S a head.
     k_BHSK, v_BHSK = k_BGSK.repeat_interleave(shared, dim=1), v_BGSK.repeat_interleave(shared, dim=1)
-    seen_TS = visible(length, attended, window, q_BHTK.device)
-    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=seen_TS, dropout_p=dropout)
+    bias_TS = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
+    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=bias_TS, dropout_p=dropout)
 
 
 def visible(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
@@ -37,6 +37,14 @@ def visible(length: int, attended: int, window: int | None, device: torch.device
     distance_TS = places_T[:, None] - torch.arange(attended, device=device)
     seen_TS = distance_TS >= 0
     return seen_TS if window is None else seen_TS & (distance_TS < window)
+
+
+@lru_cache(maxsize=2)
+@torch.inference_mode(False)
+def mask(length: int, attended: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores, TS: 0 where a key is visible, else -inf. One for all layers, which keep it for backward."""
+    seen_TS = visible(length, attended, window, device)
+    return torch.zeros(length, attended, dtype=dtype, device=device).masked_fill_(~seen_TS, -torch.inf)
 
 
 @torch.no_grad()
@@ -96,7 +104,8 @@ class CausalSelfAttention(nn.Module):
         if self.theta is not None:
             if turns is None:
                 turns = rotation(torch.arange(x_BTD.shape[1], device=x_BTD.device), self.head_width, self.theta)
-            # What is rotated is a copy. A view of the values would keep all of `qkv` beside it until the backward pass.
-            q, k, v = rotate(q, turns), rotate(k, turns), v.clone()
+            q, k = rotate(q, turns), rotate(k, turns)
+            if self.q_norm is None:  # `qkv` is not needed any more; a view of the values would keep it all until the backward pass
+                v = v.clone()
         q_BHTK, k_BGSK, v_BGSK = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
         return q_BHTK, k_BGSK, v_BGSK

@@ -119,18 +119,18 @@ class GPT(nn.Module):
         begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
         """
         x_BTD = self.embedding(tokens_BT, positions)
-        shared = self.shared(tokens_BT, positions)
+        shared = self.shared(x_BTD, positions)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, *shared)
         return self.head(self.norm(x_BTD), loss)
 
-    def shared(self, tokens_BT: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+    def shared(self, x_BTD: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """What all blocks read beside the stream: the rotation of rotary positions, made once instead of in each block."""
         if self.config.positions != "rotary":
             return ()
         if positions is None:
-            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        return (rotation(positions, self.config.head_width, self.config.rope_theta),)
+            positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+        return (rotation(positions, self.config.head_width, self.config.rope_theta).to(x_BTD.dtype),)
 
     def as_layers(self) -> list[nn.Module]:
         """The modules that `forward` chains, in order: embedding, blocks, final norm, head.

@@ -119,7 +119,7 @@ def facts(composed: Composed, dataset: Dataset) -> dict[str, Any]:
         **run,
         "deepspeed": composed.deepspeed,
         "tokenizer_identity": dataset.tokenizer.identity,
-        **{key: known[key] for key in ("dataset_digest", "world_size", "precision", "activation_checkpointing", "device", "versions")},
+        **{key: known[key] for key in ("dataset_digest", "world_size", "precision", "activation_checkpointing", "compiled", "device", "versions")},
     }
 
 

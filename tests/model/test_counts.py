@@ -3,12 +3,15 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.counts import block_parameters, flops_per_token, mfu, parameters, position_parameters
 
+RUNS = Path(__file__).resolve().parents[2] / "ds_configs" / "runs"
 GPT2_124M = ModelConfig(layers=12, width=768, heads=12, context=1024, vocab_size=50257)
 GPT_1B = ModelConfig(layers=20, width=2048, heads=16, ffn_width=8192, context=2048, vocab_size=65)
 
@@ -43,13 +46,10 @@ def test_parameters_of_gpt2_124m_are_the_published_ones():
     assert parameters(GPT2_124M) == 124_439_808
 
 
-def test_parameters_of_llama_are_the_published_ones():
-    """Touvron et al. 2023, table 2, 6.7B; to the digit as counted from Meta's release."""
-    llama = ModelConfig(
-        layers=32, width=4096, heads=32, context=2048, ffn_width=11008, vocab_size=32000,
-        positions="rotary", norm="rmsnorm", ffn="swiglu", bias=False, tied_head=False,
-    )  # fmt: skip
-    assert parameters(llama) == 6_738_415_616
+@pytest.mark.parametrize(("recipe", "published"), [("llama_1b", 1_100_048_384), ("llama_7b", 6_738_415_616)])
+def test_parameters_of_the_llamas_are_those_of_their_releases(recipe, published):
+    values = yaml.safe_load((RUNS / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    assert parameters(ModelConfig(**values["model"])) == published
 
 
 def test_parameters_of_the_1b_model():

@@ -81,10 +81,13 @@ def test_rotation_turns_pairs_by_the_papers_angles():
     torch.testing.assert_close(rotate(heads, rotation(places, 8, 500.0)), torch.cat((turned.real, turned.imag), dim=-1), rtol=1e-4, atol=1e-4)
 
 
-def test_rotation_is_as_fine_in_a_bf16_model():
+def test_rotation_is_rounded_once_in_a_bf16_model():
+    """Not its angles: in bf16 positions beyond 256 are no whole numbers any more."""
     model = perturbed(positions="rotary").bfloat16()
+    places = torch.arange(1000, 1012)
+    (turns,) = model.shared(model.embedding(tokens()), places)
+    assert torch.equal(turns, rotation(places, 8, 10_000.0).bfloat16())
     assert not list(model.buffers())
-    assert model.shared(tokens(), None)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", ["gpt2", "modern"])
@@ -188,6 +191,27 @@ def test_qk_norm_bounds_the_scores():
         model.blocks[0].attention.qkv.weight.mul_(1000)
     q, k, _ = model.blocks[0].attention.project(torch.randn(2, 12, 32))
     assert (q @ k.transpose(-2, -1)).abs().max() / 8**0.5 <= 8**0.5 * 1.0001
+
+
+def test_all_layers_share_one_mask():
+    """Each keeps its mask for the backward pass, T x T: a mask of its own would be as large as everything else."""
+    model, kept = perturbed(sliding_window=3), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (12, 12):
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens())
+    assert len(kept) == 1
+
+
+def test_a_mask_made_in_inference_mode_serves_training_too():
+    model, ids = perturbed(sliding_window=5), tokens(length=11)
+    with torch.inference_mode():
+        model(ids)
+    model(ids).sum().backward()
 
 
 def test_the_values_are_all_that_autograd_keeps_of_the_projection():
