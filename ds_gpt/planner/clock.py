@@ -55,8 +55,10 @@ class Clock:
         shapes, model, tensor = self.shapes, self.shapes.model, self.shapes.tensor
         width, hidden, tokens = model.width, model.hidden_width, shapes.tokens
         layers = -(-model.layers // shapes.pipeline)
-        shapes_of_maps = ((width, 3 * width // tensor), (width // tensor, width), (width, hidden // tensor), (hidden // tensor, width))
-        linear = sum(self._matrix(tokens, i, o) for i, o in shapes_of_maps)
+        into = 2 if model.ffn == "swiglu" else 1  # matrices that make the hidden values
+        projected = width + 2 * model.key_heads * model.head_width
+        maps = ((width, projected // tensor), (width // tensor, width), *into * ((width, hidden // tensor),), (hidden // tensor, width))
+        linear = sum(self._matrix(tokens, inputs, outputs) for inputs, outputs in maps)
         vocabulary = model.vocabulary // (tensor if shapes.trainer.vocabulary_parallel else 1)
         head = self._matrix(tokens, width, vocabulary) * has_head
         attention, attention_backward = self._attention()
@@ -86,7 +88,8 @@ class Clock:
     def _attention(self) -> tuple[float, float]:
         """Forward and backward."""
         shapes, model = self.shapes, self.shapes.model
-        pairs = shapes.tokens * model.context * model.width / shapes.tensor
+        attended = min(model.context, 2 * (model.sliding_window or model.context))  # on average half of it, or all of a window
+        pairs = shapes.tokens * attended * model.width / shapes.tensor
         if shapes.trainer.attention == "flash":
             # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
             forward = 2 * pairs / (self.peak * self.constants.attention) + self.constants.launch_s
@@ -99,15 +102,19 @@ class Clock:
         return 2 * arithmetic + self._pass(less * moved[0] * scores, 6), 4 * arithmetic + self._pass(less * moved[1] * scores, 9)
 
     def _element_wise(self) -> tuple[float, float]:
-        """Bytes read and written by two norms, two sums, GELU, dropout; backward also by the stacking of q, k, v."""
+        """Bytes read and written by two norms, two sums, GELU or SiLU and product, dropout; backward also by the stacking of q, k, v."""
         shapes, model, trainer = self.shapes, self.shapes.model, self.shapes.trainer
         spread = shapes.tensor if trainer.norms_parallel else 1
         x = shapes.element * shapes.tokens * model.width / spread * (1.5 if trainer.autocast else 1.0)  # half of it in fp32
         h = shapes.element * shapes.tokens * model.hidden_width / shapes.tensor
         dropout = 5 * x if model.dropout else 0
         less = 0.5 if trainer.fused else 1.0
-        forward = self._pass(less * (10 * x + 2 * h + dropout), int(less * (_KERNELS_A_BLOCK["forward"] - 5)))
-        backward = self._pass(less * (20 * x + 3 * h + dropout), int(less * (_KERNELS_A_BLOCK["backward"] - 9)))
+        into = 2 if model.ffn == "swiglu" else 1
+        heads = shapes.element * shapes.tokens * (model.heads + model.key_heads) * model.head_width / shapes.tensor
+        # Queries and keys rotated by kernels for negation, concatenation, two products and their sum; an RMSNorm of each head.
+        turned = (11 * heads if model.positions == "rotary" else 0) + (2 * heads if model.qk_norm else 0)
+        forward = self._pass(less * (10 * x + (5 * into - 3) * h + dropout + turned), int(less * (_KERNELS_A_BLOCK["forward"] - 5)))
+        backward = self._pass(less * (20 * x + (5 * into - 2) * h + dropout + turned), int(less * (_KERNELS_A_BLOCK["backward"] - 9)))
         return forward, backward
 
     def _matrix(self, rows: float, inputs: float, outputs: float) -> float:

@@ -64,9 +64,10 @@ class Copies:
         if self.trainer.loss == "log_probs":
             copy = 4 * logits if self.element < 4 else 0
             ledger.take(LOGITS, copy + 4 * logits)
-            ledger.give(LOGITS, copy)
+            ledger.give(LOGITS, copy + logits * self.element)
         elif self.trainer.loss == "softmax":
             ledger.take(LOGITS, 4 * logits)
+            ledger.give(LOGITS, logits * self.element)
 
     def backward_of_loss(self, logits: int, begin: Callable[[], None]) -> None:
         """Back to the logits' gradient, which is what remains; `begin` is called where the backward pass begins."""
@@ -76,7 +77,6 @@ class Copies:
             ledger.take(LOGITS, gradient)
             ledger.give(LOGITS, gradient)
             return
-        ledger.give(LOGITS, gradient)  # the engine lets go of them before the backward pass
         begin()
         if self.trainer.loss == "log_probs":
             ledger.take(LOGITS, 8 * logits)  # gradients of the log-probabilities, and through the softmax

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,6 +56,7 @@ class Shapes:
         fused: whether the optimizer steps in one kernel; otherwise PyTorch's Adam makes two temporaries as large as what it steps.
         offload_optimizer: whether masters and moments are in host memory.
         offload_weights: whether the weights' shards are, too.
+        chunk: tokens whose logits exist at a time; None: all.
         tensor: ranks that share each matrix of a block.
         pipeline: ranks that share the blocks, one after the other.
         sequence: ranks that share each sequence (Ulysses): tokens everywhere but in attention, heads there.
@@ -78,6 +78,7 @@ class Shapes:
     fused: bool
     offload_optimizer: bool
     offload_weights: bool
+    chunk: int | None = None
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
@@ -122,6 +123,7 @@ class Shapes:
             bool(values["optimizer"]["params"].get("fused")),
             _offloads(zero, "offload_optimizer"),
             _offloads(zero, "offload_param"),
+            composed.run.loss_chunk_tokens,
         )
 
     @property
@@ -153,33 +155,55 @@ def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
 
 
+# A module's name, and of each of its parameters how many elements it has and whether it is a matrix.
+Module = tuple[str, list[tuple[int, bool]]]
+
+
 @lru_cache(maxsize=256)
 def _parameters(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> tuple[Parameter, ...]:
+    modules = [*(_embedding(model, vocabulary) if first else []), *(block_modules(model, tensor) * blocks)]
+    modules += _tail(model, vocabulary, own_head=not (model.tied_head and first)) if last else []
     offsets = {True: 0, False: 0}
     result = []
-    for name, elements, matrix in _sizes(model, blocks, tensor, vocabulary, first, last):
-        result.append(Parameter(name, elements, offsets[matrix], matrix))
-        offsets[matrix] += elements
+    for name, sizes in modules:
+        for elements, matrix in sizes:
+            result.append(Parameter(name, elements, offsets[matrix], matrix))
+            offsets[matrix] += elements
     return tuple(result)
 
 
-def _sizes(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> Iterator[tuple[str, int, bool]]:
-    """Tensor parallelism cuts what maps into heads and hidden units, and out of them; not the norms, nor the biases of what comes out."""
-    width, hidden = model.width, model.hidden_width
-    if first:
-        yield "tokens", model.vocabulary * width // vocabulary, True
-        yield "positions", model.context * width, True
-    for _ in range(blocks):
-        yield from (("norm", width, False), ("norm", width, False))
-        yield from (("qkv", 3 * width * width // tensor, True), ("qkv bias", 3 * width // tensor, False))
-        yield from (("out", width * width // tensor, True), ("out bias", width, False))
-        yield from (("norm", width, False), ("norm", width, False))
-        yield from (("up", width * hidden // tensor, True), ("up bias", hidden // tensor, False))
-        yield from (("down", hidden * width // tensor, True), ("down bias", width, False))
-    if last:
-        yield from (("norm", width, False), ("norm", width, False))
-    if last and not first:  # the tied matrix once more
-        yield "tokens", model.vocabulary * width // vocabulary, True
+def _embedding(model: ModelConfig, vocabulary: int) -> list[Module]:
+    tokens = ("tokens", [(model.vocabulary * model.width // vocabulary, True)])
+    return [tokens, ("positions", [(model.context * model.width, True)])] if model.positions == "learned" else [tokens]
 
 
-BLOCK_PARAMETERS = 12
+def block_modules(model: ModelConfig, tensor: int) -> list[Module]:
+    """The modules of one block that have parameters, in the model's order.
+
+    Tensor parallelism cuts what maps into heads and hidden units, and out of them; not the norms, nor the biases of what comes out.
+    """
+    width, hidden, head = model.width, model.hidden_width, model.head_width
+    qk_norms: list[Module] = [("q_norm", [(head, False)]), ("k_norm", [(head, False)])]
+
+    def linear(inputs: int, outputs: int, into: bool) -> list[tuple[int, bool]]:
+        return [(inputs * outputs // tensor, True), *([(outputs // tensor if into else outputs, False)] if model.bias else [])]
+
+    return [
+        ("attention_norm", _norm(model)),
+        ("qkv", linear(width, width + 2 * model.key_heads * head, into=True)),
+        *(qk_norms if model.qk_norm else []),
+        ("out", linear(width, width, into=False)),
+        ("feed_forward_norm", _norm(model)),
+        *([("gate", linear(width, hidden, into=True))] if model.ffn == "swiglu" else []),
+        ("up", linear(width, hidden, into=True)),
+        ("down", linear(hidden, width, into=False)),
+    ]
+
+
+def _tail(model: ModelConfig, vocabulary: int, own_head: bool) -> list[Module]:
+    """The head's matrix is one of its own where it is not tied, or where the stage that it is tied to is another."""
+    return [("norm", _norm(model)), *([("head", [(model.vocabulary * model.width // vocabulary, True)])] if own_head else [])]
+
+
+def _norm(model: ModelConfig) -> list[tuple[int, bool]]:
+    return [(model.width, False)] * (2 if model.norm == "layernorm" and model.bias else 1)

@@ -41,11 +41,10 @@ def test_the_stages_of_a_pipeline_have_the_model_between_them_and_the_tied_matri
 
 
 def test_tensor_ranks_share_the_matrices_and_copy_the_rest() -> None:
-    model, shared = shapes().model, 0
-    for parameter in shapes().parameters():
-        if parameter.name in ("qkv", "qkv bias", "out", "up", "up bias", "down"):
-            shared += parameter.elements
-    assert elements(shapes(tensor=4)) == parameters(model) - shared * 3 // 4
+    model = shapes().model
+    into = model.layers * sum(outputs * (model.width + 1) for outputs in (3 * model.width, model.hidden_width))  # with their biases
+    out_of = model.layers * sum(inputs * model.width for inputs in (model.width, model.hidden_width))
+    assert elements(shapes(tensor=4)) == parameters(model) - (into + out_of) * 3 // 4
 
 
 def test_what_is_split_is_smaller_and_what_is_not_stays() -> None:

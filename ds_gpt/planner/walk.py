@@ -1,0 +1,294 @@
+"""One forward and backward pass through one pipeline stage, tensor by tensor, on a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_gpt.planner.copies import ACTIVATIONS, BACKWARD, LOGITS, Copies
+from ds_gpt.planner.ledger import Ledger
+from ds_gpt.planner.shapes import Parameter, Shapes, block_modules
+from ds_gpt.planner.zero import GRADIENTS, WEIGHTS, Sharding
+
+
+def constants(shapes: Shapes) -> int:
+    """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
+    model, element = shapes.model, shapes.element
+    mask = element * model.context**2 if _masked(shapes) else 0
+    return mask + (2 * element * model.context * model.head_width if model.positions == "rotary" else 0)
+
+
+def _masked(shapes: Shapes) -> bool:
+    window = shapes.model.sliding_window
+    return window is not None and window < shapes.model.context
+
+
+class Walk:
+    """The pass. Sizes in bytes: `r` of the residual stream, `x` of what the matrices read of it, `q` of this rank's queries, `y` of its
+    keys, `h` of its hidden units."""
+
+    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, first: bool, last: bool) -> None:
+        self.shapes, self.parameters, self.ledger, self.zero = shapes, parameters, ledger, zero
+        self.first, self.last = first, last
+        model, element, trainer, tensor = shapes.model, shapes.element, shapes.trainer, shapes.tensor
+        spread = tensor if trainer.norms_parallel else 1
+        self.r = (4 if trainer.autocast else element) * shapes.tokens * model.width // spread
+        self.x = element * shapes.tokens * model.width // spread
+        self.q = element * shapes.tokens * model.width // tensor
+        self.y = element * shapes.tokens * model.key_heads * model.head_width // tensor
+        self.h = element * shapes.tokens * model.hidden_width // tensor
+        self.gated = model.ffn == "swiglu"
+        self.around = (4 if self.gated else 2) * self.h  # what the feed-forward keeps around its activation
+        self.mask = shapes.tokens * model.width // spread if model.dropout > 0 else 0
+        self.statistics = 2 * element * shapes.tokens // spread
+        flash = trainer.attention == "flash"
+        self.log_sum = 4 * shapes.tokens * model.heads // tensor if flash else 0
+        self.scores = 0 if flash else shapes.tokens * model.context * model.heads // tensor  # elements
+        self.vocabulary = model.vocabulary // (tensor if trainer.vocabulary_parallel else 1)
+        self.logits = shapes.tokens * self.vocabulary  # elements
+        self.chunk = min(shapes.chunk or shapes.tokens, shapes.tokens)
+        self.chunked = self.chunk < shapes.tokens
+        self.copies = Copies(ledger, element, trainer, model.dropout > 0)
+        # At ZeRO 0 and 1 gradients wait; where they were accumulated before, each new one is added in place and freed.
+        self.in_place = accumulated and shapes.stage <= 1
+        self.places: dict[str, range] = {}
+        self.block = 0  # parameters of one
+        for name, sizes in block_modules(model, tensor):
+            self.places[name] = range(self.block, self.block + len(sizes))
+            self.block += len(sizes)
+        self.blocks = -(-model.layers // shapes.pipeline)
+        self.start = (2 if model.positions == "learned" else 1) if first else 0  # parameters before the first block
+        self.tail = range(self.start + self.blocks * self.block, len(parameters))
+        self.tied = model.tied_head and first  # otherwise this stage's head has a matrix of its own
+
+    def micro_step(self, in_flight: int, last: bool) -> None:
+        """Forward, loss, backward; `in_flight` micro-batches have gone forward when the first goes back."""
+        ledger, before = self.ledger, self.ledger.held[ACTIVATIONS]
+        cast = self.shapes.element * sum(parameter.elements for parameter in self.parameters) if self.shapes.trainer.autocast else 0
+        ledger.take(WEIGHTS, cast)
+        self._embed()
+        for block in range(self.blocks):
+            self.zero.gather(self.start + block * self.block, self.block)
+            self._forward(kept=self.shapes.policy)
+        others = (in_flight - 1) * (ledger.held[ACTIVATIONS] - before)
+        ledger.take(ACTIVATIONS, others)
+        if self.last:
+            self.zero.gather(self.tail.start, len(self.tail))
+            ledger.take(ACTIVATIONS, self.x + self.statistics)  # the final norm
+            self._chunked_loss() if self.chunked else self.copies.forward_of_loss(self.logits)
+        ledger.end("forward and loss")
+        self._backward_of_head()
+        for block in reversed(range(self.blocks)):
+            index = self.start + block * self.block
+            self.zero.gather_again(index, self.block)
+            self._backward(index)
+            self.zero.release(index, self.block)
+        self._backward_of_embedding()
+        ledger.give(ACTIVATIONS, others)
+        ledger.give(WEIGHTS, cast)
+        self.zero.reduce(last)
+        ledger.end("backward")
+
+    def _chunked_loss(self) -> None:
+        """Forward and backward of one chunk after another; the gradients of the hidden states and of the matrix stay."""
+        ledger, element = self.ledger, self.shapes.element
+        ledger.take(ACTIVATIONS, self.x)
+        matrix, chunk = self.vocabulary * self.shapes.model.width, self.chunk * self.vocabulary
+        ledger.take(GRADIENTS, 4 * matrix)
+        ledger.take(LOGITS, 12 * chunk)  # log-probabilities, their gradient, and the logits'
+        ledger.give(LOGITS, 12 * chunk)
+        ledger.take(LOGITS, element * (chunk + matrix))
+        ledger.give(LOGITS, element * (chunk + matrix))
+
+    def _embed(self) -> None:
+        if not self.first:
+            self.ledger.take(ACTIVATIONS, self.r)  # from the stage before
+            return
+        self.zero.gather(0, self.start)
+        learned = self.r + self.r // self.shapes.micro_batch if self.start == 2 else 0
+        self.ledger.take(ACTIVATIONS, self.r + learned)
+        self.ledger.give(ACTIVATIONS, learned)
+        if self.mask:
+            self.ledger.take(ACTIVATIONS, self.r + self.mask)
+            self.ledger.give(ACTIVATIONS, self.r)
+
+    def _heads(self) -> int:
+        """What autograd keeps of queries, keys and values."""
+        q, y, model = self.q, self.y, self.shapes.model
+        projected, grouped = q + 2 * y, model.key_heads < model.heads
+        rotary = model.positions == "rotary"
+        if _masked(self.shapes) and grouped:  # keys and values are repeated, so the projection's are not kept
+            kept = 3 * q
+        elif rotary or model.qk_norm:
+            kept = q + y + (y if rotary and not model.qk_norm else 0)  # values are a view of the projection otherwise
+        else:
+            kept = q if grouped else 0  # queries are a copy where they are not evenly spaced
+        statistics = 2 * self.shapes.element * self.shapes.tokens * (model.heads + model.key_heads) // self.shapes.tensor
+        needed = model.qk_norm or not (rotary or (_masked(self.shapes) and grouped))
+        return kept + (projected if needed else 0) + (statistics if model.qk_norm else 0)
+
+    def _attention_kept(self) -> int:
+        """What autograd keeps of norm, qkv, attention, dropout and sum."""
+        return self.x + self._heads() + self.q + self.r + self.statistics + self.log_sum + self.mask + self.copies.kept_scores(self.scores)
+
+    def _attention_part(self) -> None:
+        self.copies.forward_of_scores(self.scores)
+        self.ledger.take(ACTIVATIONS, self._attention_kept() + self.x)  # the projection's result goes when it has been added
+        self.ledger.give(ACTIVATIONS, self.x)
+
+    def _forward(self, kept: str | None) -> None:
+        """One block. Its input is on the ledger already; its output will be."""
+        ledger, x, h = self.ledger, self.x, self.h
+        self._attention_part()
+        if kept is None:
+            ledger.take(ACTIVATIONS, x + self.statistics + self.around + self.mask + x + self.r)
+            ledger.give(ACTIVATIONS, x)
+            return
+        saved = self._saved_by_selective() if kept == "selective" else 0
+        of_attention = saved - x - (2 if self.gated else 1) * h if saved else 0  # all but what the feed-forward saves
+        ledger.give(ACTIVATIONS, self._attention_kept() - of_attention - self.r)  # the sum before the second norm stays a while
+        made = (3 if self.gated else 2) * h + (h if saved and self.gated else 0)
+        ledger.take(ACTIVATIONS, x + made + (x if saved else 0))
+        ledger.give(ACTIVATIONS, made - ((2 if self.gated else 1) * h if saved else 0))
+        ledger.take(ACTIVATIONS, self.r)
+        ledger.give(ACTIVATIONS, x + self.r)  # second norm's result, the sum before it
+
+    def _saved_by_selective(self) -> int:
+        """What the selective policy keeps of a block besides its input: results of linear maps, and of attention without dropout."""
+        attention = self.q + self.log_sum if self.shapes.model.dropout == 0 else 0
+        return self.q + 2 * self.y + 2 * self.x + (2 if self.gated else 1) * self.h + attention
+
+    def _backward_of_head(self) -> None:
+        ledger, matrix = self.ledger, self.vocabulary * self.shapes.model.width
+        if not self.last:
+            self.zero.begin()
+            ledger.take(BACKWARD, self.r)  # from the stage behind
+            ledger.give(ACTIVATIONS, self.r)
+            return
+        if self.chunked:
+            self.zero.begin()
+            self._weight_gradient(matrix)
+            ledger.give(GRADIENTS, 4 * matrix)
+            ledger.give(ACTIVATIONS, self.x)
+            ledger.take(BACKWARD, self.x)
+        else:
+            self.copies.backward_of_loss(self.logits, self.zero.begin)
+            self._weight_gradient(matrix)
+            ledger.take(BACKWARD, self.x)
+            ledger.give(LOGITS, ledger.held[LOGITS])
+        if not self.tied:  # a tied one waits for the embedding's
+            self._made(self.parameters[-1])
+        ledger.take(BACKWARD, self.r)
+        self._complete(self.tail[: len(self.tail) - (not self.tied)])
+        ledger.give(BACKWARD, self.x)
+        ledger.give(ACTIVATIONS, self.x + self.r + self.statistics)  # the final norm, and the last block's output
+
+    def _weight_gradient(self, elements: int) -> None:
+        self.ledger.take(GRADIENTS, elements * self.zero.fresh)
+
+    def _complete(self, indices: range) -> None:
+        """Gradients of these parameters are made, and ready."""
+        for parameter in self.parameters[indices.start : indices.stop]:
+            self._weight_gradient(parameter.elements)
+            self._made(parameter)
+
+    def _made(self, parameter: Parameter) -> None:
+        if self.in_place:
+            self.ledger.give(GRADIENTS, parameter.elements * self.zero.fresh)
+        else:
+            self.zero.ready(parameter)
+
+    def _recompute(self) -> None:
+        """Make again what the policy did not keep of a block."""
+        if self.shapes.policy is None:
+            return
+        saved = self._saved_by_selective() if self.shapes.policy == "selective" else 0
+        self.copies.forward_of_scores(self.scores)
+        whole = self._attention_kept() + self.x + self.statistics + self.around + self.mask
+        transient = self.x if self.mask and not saved else 0
+        # The results of the two projections that were kept are not needed once they have been added.
+        self.ledger.take(ACTIVATIONS, whole - saved + (2 * self.x if saved else 0) + transient)
+        self.ledger.give(ACTIVATIONS, transient + ((2 if self.mask else 1) * self.x if saved else 0))
+
+    def _backward(self, index: int) -> None:
+        """One block. The gradient of its output is held as BACKWARD; in the end that of its input is."""
+        ledger, x, h = self.ledger, self.x, self.h
+        places = {name: range(index + place.start, index + place.stop) for name, place in self.places.items()}
+        self._recompute()
+        dropped = x if self.mask else 0
+        ledger.take(BACKWARD, dropped)
+        ledger.give(ACTIVATIONS, self.mask)
+        ledger.take(BACKWARD, h)
+        self._complete(places["down"])
+        ledger.give(BACKWARD, dropped)
+        ledger.give(ACTIVATIONS, h)
+        self._backward_of_activation(places)
+        ledger.give(ACTIVATIONS, x)
+        self._backward_of_norm(places["feed_forward_norm"])
+        ledger.give(ACTIVATIONS, self.r + self.statistics)
+        ledger.take(BACKWARD, dropped)
+        ledger.give(ACTIVATIONS, self.mask)
+        ledger.take(BACKWARD, self.q)
+        self._complete(places["out"])
+        ledger.give(BACKWARD, dropped)
+        self._backward_of_attention(places)
+        ledger.give(ACTIVATIONS, x)
+        self._backward_of_norm(places["attention_norm"])
+        leftover = x if self.shapes.policy == "selective" and not self.mask else 0  # the last projection's kept result
+        ledger.give(ACTIVATIONS, self.r + self.statistics + leftover)
+
+    def _backward_of_activation(self, places: dict[str, range]) -> None:
+        """From the gradient of what `down` got to that of the norm's result."""
+        ledger, x, h = self.ledger, self.x, self.h
+        if self.gated:
+            ledger.take(BACKWARD, 2 * h)  # the product's two factors
+            ledger.give(BACKWARD, h)
+            ledger.give(ACTIVATIONS, 2 * h)
+            ledger.take(BACKWARD, x)
+            self._complete(places["up"])
+            ledger.give(BACKWARD, h)
+        ledger.take(BACKWARD, h)  # SiLU or GELU
+        ledger.give(BACKWARD, h)
+        ledger.give(ACTIVATIONS, h)
+        ledger.take(BACKWARD, x)
+        self._complete(places["gate" if self.gated else "up"])
+        ledger.give(BACKWARD, h + (x if self.gated else 0))
+
+    def _backward_of_norm(self, place: range) -> None:
+        """The gradient of its input, added to the one that went past."""
+        self.ledger.take(BACKWARD, self.r)
+        self._complete(place)
+        self.ledger.give(BACKWARD, self.x)
+        self.ledger.take(BACKWARD, self.r)
+        self.ledger.give(BACKWARD, 2 * self.r)
+
+    def _backward_of_attention(self, places: dict[str, range]) -> None:
+        """From the gradient of attention's result to that of the norm's."""
+        ledger, q, y = self.ledger, self.q, self.y
+        self.copies.backward_of_scores(self.scores)
+        ledger.take(BACKWARD, q + 2 * y)  # of q, k and v
+        ledger.give(BACKWARD, q)
+        for name in ("q_norm", "k_norm") if "q_norm" in places else ():
+            self._complete(places[name])
+        ledger.take(BACKWARD, q + 2 * y)  # stacked
+        ledger.give(ACTIVATIONS, self._heads() + q + self.log_sum)
+        ledger.give(BACKWARD, q + 2 * y)
+        ledger.take(BACKWARD, self.x)
+        self._complete(places["qkv"])
+        ledger.give(BACKWARD, q + 2 * y)
+
+    def _backward_of_embedding(self) -> None:
+        ledger = self.ledger
+        ledger.give(BACKWARD, self.r)
+        if not self.first:
+            return
+        ledger.give(ACTIVATIONS, self.mask)
+        tokens = self.parameters[0]
+        self._complete(range(1, self.start))
+        if self.shapes.model.tied_head and self.last:
+            size = tokens.elements * self.zero.fresh
+            ledger.take(GRADIENTS, 2 * size)  # the embedding's, and its sum with the head's
+            ledger.give(GRADIENTS, 2 * size)
+            self._made(tokens)
+        else:
+            self._complete(range(1))
+        self.zero.release(0, self.start)
