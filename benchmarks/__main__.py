@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import checkpoints, compare, convergence, overhead, planner_report, readme, report, suite
-from ds_gpt.commands.failure import run_or_fail
+from ds_gpt.commands.failure import print_or_fail, run_or_fail
 
 CASES = {"checkpoints": checkpoints, "convergence": convergence, "overhead": overhead}
 _SUITE_FIRST = "run a suite: --suite NAME [--only --skip --dry-run --fresh --price-per-hour --records]; or one of the verbs below"
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> None:
         case "compare":
             sys.exit(compare.run(options))
         case "planner":
-            planner_report.run(options)
+            print_or_fail(lambda: planner_report.run(options))
         case "readme":
             readme.update()
         case name:

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.trainers_published import TRAINERS
 from ds_gpt.config import ModelConfig
 from ds_gpt.planner.clock import Constants
 from ds_gpt.planner.devices import DEVICES, GIB, Device
 from ds_gpt.planner.memory import Memory, memory_of
-from ds_gpt.planner.search import judge
+from ds_gpt.planner.search import CACHED, around_bytes
 from ds_gpt.planner.shapes import Shapes
 from ds_gpt.planner.speed import speed_of
 
@@ -40,6 +41,7 @@ _GRID = {
 }
 # The guesses before any fit: a fit of one half must not start from constants that the other half has shaped.
 _START = Constants(matrix=0.80, half_size=96.0, attention=0.50, bandwidth=0.75, launch_s=6e-6, link=0.70, hidden=0.75)
+_LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "tied_head": False}
 GOALS = {"memory": (0.06, 0.15), "throughput": (0.10, 0.25)}  # of absolute errors: median, 90th percentile
 
 
@@ -77,13 +79,18 @@ class Published:
         """What the planner says of the rank that was measured."""
         return memory_of(self.shapes, last_stage=self.measured.endswith("last rank"))
 
-    def memory_error(self) -> float:
-        """Predicted over published peak, less one; of what the device held, the middle of the range."""
+    def memory_error(self, cached: float = CACHED) -> float:
+        """Predicted over published peak, less one; `cached`: share beyond what is allocated, where the device's memory was read."""
         assert self.peak_bytes
         predicted = float(self.memory().peak.bytes)
         if self.measured == "device":
-            predicted = sum(judge("", (), self.shapes, self.device).needed_bytes) / 2
+            predicted = predicted * (1 + cached) + around_bytes(self.shapes.devices)
         return predicted / self.peak_bytes - 1
+
+    def cached(self) -> float:
+        """The share that would have been right."""
+        assert self.peak_bytes
+        return (self.peak_bytes - around_bytes(self.shapes.devices)) / self.memory().peak.bytes - 1
 
 
 def published() -> list[Published]:
@@ -106,7 +113,8 @@ def _read(row: dict[str, str]) -> Published:
     number = {key: int(float(row[key])) for key in keys}
     model = ModelConfig(
         layers=number["layers"], width=number["hidden"], heads=number["heads"], context=number["seqlen"], vocab_size=number["vocab"],
-        dropout=float(row["dropout"]),
+        dropout=float(row["dropout"]), ffn_width=int(row["ffn"]) if row["ffn"] else "auto", **(_LLAMA if row["architecture"] == "llama" else {}),
+        kv_heads=int(row["kv_heads"]) if row["kv_heads"] else "auto",
     )  # fmt: skip
     ranks = number["num_gpus"] // (number["tensor"] * number["pipeline"])
     steps = max(1, round(number["global_batch_tokens"] / (number["micro_batch"] * number["seqlen"] * ranks)))
@@ -121,7 +129,8 @@ def _read(row: dict[str, str]) -> Published:
         tensor=number["tensor"], pipeline=number["pipeline"], trainer=TRAINERS[row["trainer"]],
     )  # fmt: skip
     size = re.search(r"(\d+)([mb])", row["model"].lower()) if row["model"].lower().startswith("mpt") else None
-    name = f"{row['model']} context {number['seqlen']} micro {number['micro_batch']} on {number['num_gpus']} x {row['gpu_mem_gb'] or 'A100'} GB"
+    split = "".join(f" {key} {number[key]}" for key in ("tensor", "pipeline") if number[key] > 1)
+    name = f"{row['model']}{split} context {number['seqlen']} micro {number['micro_batch']} ZeRO {row['zero_stage'] or 0} on {number['num_gpus']} x {row['gpu_mem_gb'] or 'A100'} GB"
     peak = float(row["peak_gib"]) * GIB if row["peak_gib"] else None
     billions = int(size[1]) * (1 if size[2] == "b" else 1e-3) if size else None
     device = DEVICES["a100-40gb" if row["gpu_mem_gb"] == "40" else "a100-80gb"]
@@ -151,6 +160,16 @@ def held_out() -> tuple[list[tuple[Published, float]], list[Constants]]:
     fits = [fit([run for run in fitted if sizes.index(run.billions) % 2 == half]) for half in (0, 1)]
     found = [(run, run.error(fits[1 - sizes.index(run.billions) % 2])) for run in fitted]
     return found + [(run, run.error(Constants())) for run in runs if run.billions is None], fits
+
+
+@cache
+def memory_held_out() -> tuple[list[tuple[Published, float]], list[float]]:
+    """Every peak's error, and the two fits of the only constant, the share that is cached: by the median of every second row that has it, for
+    the rows in between."""
+    runs = [run for run in published() if run.peak_bytes]
+    devices = [run for run in runs if run.measured == "device"]
+    shares = [statistics.median(run.cached() for run in devices[half::2]) for half in (0, 1)]
+    return [(run, run.memory_error(shares[1 - devices.index(run) % 2]) if run in devices else run.memory_error()) for run in runs], shares
 
 
 def median_and_p90(errors: Iterable[float]) -> tuple[float, float]:

@@ -6,10 +6,10 @@ import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from benchmarks.planner import FIRST_STEP_GIB, GOALS, Published, held_out, left_out, median_and_p90, published, scaling
+from benchmarks.planner import FIRST_STEP_GIB, GOALS, Published, held_out, left_out, median_and_p90, memory_held_out, published, scaling
 from ds_gpt.planner.clock import Constants
 from ds_gpt.planner.devices import GIB
-from ds_gpt.planner.search import judge
+from ds_gpt.planner.search import CACHED, judge
 from ds_gpt.planner.speed import RANGE, speed_of
 
 
@@ -28,8 +28,13 @@ def report(rows: bool = False) -> Iterator[str]:
     runs = published()
     speeds, fits = held_out()
     yield "# Memory: predicted over published peak"
-    memories = [(run, run.memory_error()) for run in runs if run.peak_bytes]
+    memories, shares = memory_held_out()
     yield from _by_family("memory", memories)
+    for measured in ("allocated", "device"):
+        errors = [error for run, error in memories if run.measured.startswith(measured)]
+        what = "counted by the allocator" if measured == "allocated" else "read off the device"
+        yield f"  {what:<24} {len(errors):>3} rows  median {median_and_p90(errors)[0]:.1%}  p90 {median_and_p90(errors)[1]:.1%}"
+    yield f"what the allocator keeps cached, fitted on either half of those read off the device: {shares[0]:.2f}, {shares[1]:.2f}; shipped: {CACHED}"
     yield "\n# Throughput: predicted over published tokens/s, by constants that the row's half has not shaped"
     yield from _by_family("throughput", speeds)
     for number, constants in enumerate(fits):
@@ -100,7 +105,7 @@ def table() -> str:
     """What the README says of it, as a Markdown table."""
     runs = published()
     speeds, _ = held_out()
-    memories = [run.memory_error() for run in runs if run.peak_bytes]
+    memories = [error for _, error in memory_held_out()[0]]
     rows = [
         ("peak memory", "memory", len(memories), median_and_p90(memories)),
         ("tokens/s, rows that no constant was fitted to", "throughput", len(speeds), median_and_p90(error for _, error in speeds)),

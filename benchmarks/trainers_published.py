@@ -17,10 +17,14 @@ TRAINERS: dict[str, Trainer] = {
     # Megatron-LM: gradients are summed in fp32 where they stay; fused softmax, GELU and dropout.
     "megatron": _MEGATRON,
     "megatron fp32": replace(_MEGATRON, states=States(4, 4, 0, 0, 8, sent=4, lasting=False)),
+    "megatron flash": replace(_MEGATRON, attention="flash"),
+    # TorchTitan: FSDP2 with bf16 parameters and fp32 reduction, PyTorch's own cross-entropy of fp32 logits.
+    "torchtitan": replace(_LLM_FOUNDRY, loss="log_probs"),
     # Megatron's model on DeepSpeed's optimizers.
     "megatron-deepspeed": replace(_MEGATRON, states=None),
-    # PaddleNLP's hybrid parallelism at level O2: fp16 weights and gradients, fp32 masters and moments.
-    "paddle": Trainer("flash", "softmax", states=States(2, 2, 0, 0, 12, sent=2, lasting=True), vocabulary_parallel=True, fused=True),
+    # PaddleNLP's hybrid parallelism at level O2: fp16 weights and gradients, fp32 masters and moments. Nothing says that it ran fused kernels
+    # but FlashAttention.
+    "paddle": Trainer("flash", "softmax", states=States(2, 2, 0, 0, 12, sent=2, lasting=True), vocabulary_parallel=True),
     # FlashAttention's training scripts: Lightning with autocast, fused kernels throughout.
     "flash-attention": Trainer("flash", "fused", autocast=True, states=States(4, 4, 0, 4, 8, sent=4, lasting=True), fused=True),
     "plain ddp": PLAIN_DDP,

@@ -91,7 +91,7 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
     _lines(report.table(found))
     print()
     if best.fits:
-        _lines(report.recommendation(found, steps, device.price if options.price is None else options.price))
+        _lines(report.recommendation(found, steps, device.price if options.price is None else options.price, device.memory_bytes))
     else:
         _lines(report.nothing_fits(found, device))
     if options.search:

@@ -106,8 +106,8 @@ def _whole(candidate: Candidate) -> Sequence[Any]:
     return replace(candidate.shapes, tensor=1, pipeline=1).parameters()
 
 
-def recommendation(found: Sequence[Candidate], steps: int, price: float | None) -> Iterator[str]:
-    """The fastest that fits in detail, and the one behind it."""
+def recommendation(found: Sequence[Candidate], steps: int, price: float | None, limit: int) -> Iterator[str]:
+    """The fastest that fits in detail, and the one behind it. `limit`: the device's bytes."""
     best = recommended(found)
     speed, shapes = best.speed, best.shapes
     low, high = (f"{bound * 1000:,.0f}" for bound in speed.range_s)
@@ -123,7 +123,7 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None) 
     kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
     host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
     yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + f" GiB{host}"
-    yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB"
+    yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB; nvidia-smi will show about {min(best.shown_bytes, limit) / GIB:.0f}, with what the allocator keeps"
     if best.on_paper:
         yield "  on paper only: ds_gpt trains data parallel"
     elif found[0].on_paper and found[0].speed.tokens_per_s > 1.02 * speed.tokens_per_s:

@@ -18,6 +18,9 @@ from ds_gpt.planner.speed import Speed, speed_of
 # be refused by it.
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
 _FRAGMENTS = (0.02, 0.08)
+# What the driver shows beyond what is allocated: a caching allocator keeps what was freed, and gives it back only when it must. The median of
+# published runs whose memory was read off the device (``python -m benchmarks planner``).
+CACHED = 0.16
 _AS_FAST = 0.98
 HOST = "host memory"
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -54,6 +57,11 @@ class Candidate:
         return self.headroom_bytes >= 0
 
     @property
+    def shown_bytes(self) -> int:
+        """What the driver will show, about: cached memory is in use for it."""
+        return int(self.memory.peak.bytes * (1 + CACHED)) + around_bytes(self.shapes.devices)
+
+    @property
     def degrees(self) -> Degrees:
         """Devices that share one copy of the model."""
         return Degrees(self.shapes.tensor, self.shapes.pipeline, self.shapes.sequence)
@@ -74,14 +82,18 @@ class Candidate:
         return self.memory.host_bytes if self.host_is_short else self.memory.peak.kinds[self.limiting_kind]
 
 
+def around_bytes(devices: int) -> int:
+    """The CUDA context, and NCCL where there is anyone to talk to."""
+    return _CONTEXT_BYTES + (_NCCL_BYTES if devices > 1 else 0)
+
+
 def judge(deepspeed_config: str, overrides: tuple[str, ...], shapes: Shapes, device: Device) -> Candidate:
     """Memory and speed of one setting."""
     memory = memory_of(shapes)
     if device.kind == "cpu":  # no context, and what is offloaded stays in the same memory
         low, high = (int((memory.peak.bytes + memory.host_bytes) * (1 + share)) for share in _FRAGMENTS)
     else:
-        around = _CONTEXT_BYTES + (_NCCL_BYTES if shapes.devices > 1 else 0)
-        low, high = (int(memory.peak.bytes * (1 + share)) + around for share in _FRAGMENTS)
+        low, high = (int(memory.peak.bytes * (1 + share)) + around_bytes(shapes.devices) for share in _FRAGMENTS)
     headroom = device.memory_bytes - high
     host_headroom = device.host_bytes - memory.host_bytes if memory.host_bytes and device.kind == "cuda" else headroom
     short = host_headroom < 0 and host_headroom < headroom

@@ -37,7 +37,8 @@ class Walk:
         self.y = element * shapes.tokens * model.key_heads * model.head_width // tensor
         self.h = element * shapes.tokens * model.hidden_width // tensor
         self.gated = model.ffn == "swiglu"
-        self.around = (4 if self.gated else 2) * self.h  # what the feed-forward keeps around its activation
+        # What the feed-forward keeps around its activation; a fused SwiGLU makes the gate's SiLU again.
+        self.around = ((3 if trainer.fused else 4) if self.gated else 2) * self.h
         self.mask = shapes.tokens * model.width // spread if model.dropout > 0 else 0
         self.statistics = 2 * element * shapes.tokens // spread
         flash = trainer.attention == "flash"
@@ -242,7 +243,7 @@ class Walk:
         if self.gated:
             ledger.take(BACKWARD, 2 * h)  # the product's two factors
             ledger.give(BACKWARD, h)
-            ledger.give(ACTIVATIONS, 2 * h)
+            ledger.give(ACTIVATIONS, self.around - 2 * h)
             ledger.take(BACKWARD, x)
             self._complete(places["up"])
             ledger.give(BACKWARD, h)
