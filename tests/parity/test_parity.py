@@ -122,6 +122,12 @@ def test_chunked_loss_and_the_models_options_reproduce_plain_pytorch(stage: int)
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
 
+def test_the_compiled_model_reproduces_plain_pytorch() -> None:
+    """One rank, because compiling is slow on a CPU; the collectives are outside of what is compiled."""
+    (curve,) = curves(1, "zero2", [[*overrides("sgd", 2, "full"), *MODERN, "compile.enabled=true"]], ["sgd"])
+    assert worst(curve, reference("sgd", MODERN)) < FP32_TOLERANCE
+
+
 @functools.cache
 def mixed_reference(optimizer: str, dtype: torch.dtype, options: tuple[str, ...] = ()) -> Curve:
     """Mixed precision in plain PyTorch: master weights, gradients' sum and optimizer in fp32, the model in `dtype`."""
