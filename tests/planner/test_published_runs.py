@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.planner import FIRST_STEP_GIB, GOALS, REFERENCE, held_out, left_out, median_and_p90, published
+from benchmarks.planner import FIRST_STEP_GIB, GOALS, REFERENCE, held_out, left_out, median_and_p90, memory_held_out, published
 from benchmarks.planner_report import report
 from ds_gpt.config import ModelConfig
 from ds_gpt.engine.allocations import Allocations
 from ds_gpt.planner.devices import GIB
 from ds_gpt.planner.memory import memory_of
-from ds_gpt.planner.search import judge
+from ds_gpt.planner.search import CACHED, judge
 from ds_gpt.planner.speed import RANGE, speed_of
 
 RUNS = published()
@@ -37,10 +37,13 @@ def test_every_run_that_ran_fits() -> None:
     assert [run.name for run in RUNS if not judge("", (), run.shapes, run.device).fits] == []
 
 
-def test_memory_is_met() -> None:
-    """Median: the goal. The 90th percentile misses its goal of 15% (two rows of PaddleNLP); here, that it gets no worse."""
-    median, p90 = median_and_p90(run.memory_error() for run in RUNS if run.peak_bytes)
-    assert median < GOALS["memory"][0] and p90 < 0.18
+def test_memory_is_met_by_a_constant_that_the_rows_have_not_shaped() -> None:
+    found, shares = memory_held_out()
+    median, p90 = median_and_p90(error for _, error in found)
+    assert len(found) > 20 and median < GOALS["memory"][0] and p90 < GOALS["memory"][1]
+    assert shares == pytest.approx([CACHED, CACHED], abs=0.02)
+    exact = [error for run, error in found if run.measured.startswith("allocated")]  # nothing is fitted to these at all
+    assert len(exact) > 5 and max(map(abs, exact)) < 0.05
 
 
 def test_throughput_is_met_by_constants_that_the_rows_have_not_shaped() -> None:
@@ -129,6 +132,6 @@ def test_its_formula_is_what_plain_pytorch_allocates(config: ModelConfig, micro_
 
 def test_the_report_says_all_of_it() -> None:
     text = "\n".join(report(rows=True))
-    for said in ("goal 6%", "goal 10%", "140 of 140 are predicted to fit", "published 2,249 ms", "Left out: 63 rows", "mixture of experts: GPT-1.3B+MoE-128"):
+    for said in ("goal 6%", "goal 10%", "151 of 151 are predicted to fit", "published 2,249 ms", "Left out: 52 rows", "mixture of experts: GPT-1.3B+MoE-128"):
         assert said in text
     assert all(run.name in text for run in RUNS)
