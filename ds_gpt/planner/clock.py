@@ -20,7 +20,7 @@ class Constants:
         launch_s: least time of a kernel, as PyTorch launches them one by one.
         link: of a link's bandwidth, for NCCL's collectives.
         hidden: share of the backward pass under which ZeRO 2 and 3 can hide communication.
-        host_adam: parameters a second that the host's Adam updates for one rank (offload).
+        host_adam: parameters a second that the host's Adam updates for one rank (offload). A guess: no published run here offloads.
     """
 
     matrix: float = 0.80

@@ -53,6 +53,13 @@ def check(degrees: Degrees, model: ModelConfig, devices: int) -> None:
                 "each device computes whole heads", f"degrees whose product divides {model.heads}",
             )
         )  # fmt: skip
+    elif model.key_heads % (degrees.tensor * degrees.sequence):
+        problems.append(
+            Problem(
+                f"the {model.key_heads} heads of keys (model.kv_heads) are not a multiple of tensor {degrees.tensor} x sequence {degrees.sequence}",
+                "each device computes whole groups", f"degrees whose product divides {model.key_heads}",
+            )
+        )  # fmt: skip
     if model.hidden_width % degrees.tensor:
         problems.append(Problem(f"the feed-forward width {model.hidden_width} is not a multiple of tensor {degrees.tensor}", "its columns are shared out", "change either"))
     if degrees.pipeline > model.layers:

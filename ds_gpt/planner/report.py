@@ -124,6 +124,8 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
     yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + f" GiB{host}"
     yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB; nvidia-smi will show about {min(best.shown_bytes, limit) / GIB:.0f}, with what the allocator keeps"
+    if shapes.offload_optimizer:
+        yield "  the time of what is offloaded is a guess: no published run checks it"
     if best.on_paper:
         yield "  on paper only: ds_gpt trains data parallel"
     elif found[0].on_paper and found[0].speed.tokens_per_s > 1.02 * speed.tokens_per_s:

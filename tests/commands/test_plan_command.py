@@ -110,6 +110,12 @@ def test_json_has_degrees_and_offload() -> None:
     assert {candidate["offload_optimizer"] for candidate in found} == {False, True}
 
 
+def test_offload_is_recommended_where_nothing_else_fits_and_its_time_called_a_guess() -> None:
+    result = plan(*GPT_1B[:2], "--device", "rtx-4090", "--devices", "1", "--set", "model.layers=60")
+    assert re.search(r"fastest that fits.*: ZeRO [23] \+ offload", result.stdout)
+    assert "GiB of host memory for each device" in result.stdout and "is a guess" in result.stdout
+
+
 def test_a_device_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "devices.yaml"
     path.write_text("mine: {name: My GPU, memory_gib: 60, bandwidth: 2000, link: 50, network: 5, host_link: 30, price: 1, peaks: {half: 400, fp32: 200}}\n")

@@ -104,6 +104,11 @@ def test_impossible_degrees_are_told(degrees: Degrees, devices: int, said: str) 
         check(degrees, shapes().model, devices)
 
 
+def test_groups_of_heads_stay_whole() -> None:
+    with pytest.raises(ConfigError, match=r"the 2 heads of keys \(model.kv_heads\) are not a multiple of tensor 4"):
+        check(Degrees(tensor=4), shapes().model.model_copy(update={"kv_heads": 2}), 8)
+
+
 def test_a_pipeline_is_refused_where_deepspeed_refuses_it() -> None:
     with pytest.raises(ConfigError, match="pipeline 2 with ZeRO 3"):
         candidates(RUN, JSONS[3:], A100, 8, [], [Degrees(pipeline=2)])
