@@ -13,7 +13,7 @@ from ds_gpt.planner.clock import Constants
 from ds_gpt.planner.degrees import Degrees, check, possible
 from ds_gpt.planner.devices import DEVICES, device_named
 from ds_gpt.planner.memory import memory_of
-from ds_gpt.planner.search import candidates, cheapest, recommended
+from ds_gpt.planner.search import candidates, cheapest, ranked, recommended
 from ds_gpt.planner.shapes import Shapes
 from ds_gpt.planner.speed import speed_of
 
@@ -119,6 +119,9 @@ def test_the_search_recommends_what_can_be_run_where_anything_can() -> None:
     assert {Degrees(2), Degrees(8), Degrees(1, 4), Degrees(2, 4), Degrees(sequence=8)} <= set(splits)
     found = candidates(RUN, JSONS, A100, 8, [], splits)
     assert not recommended(found).on_paper
+    can = recommended(found)
+    faster = replace(can, shapes=replace(can.shapes, tensor=2), speed=replace(can.speed, tokens_per_s=2 * can.speed.tokens_per_s))
+    assert faster.on_paper and recommended(ranked([can, faster])) == can
     big = ["model.layers=64", "model.width=8192", "model.heads=64", "model.ffn_width=32768", "batch.micro_batch_size=1"]
     paper = recommended(candidates(RUN, JSONS[:2], device_named("a100-80gb"), 64, big, possible(load(RUN, JSONS[0], A100.hardware(64), big).run.model, 64, 8)))
     assert paper.fits and paper.on_paper  # 52B parameters: ZeRO 1 alone keeps all weights on every device
