@@ -24,7 +24,8 @@ def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, windo
     """
     length, attended, shared = q_BHTK.shape[-2], k_BGSK.shape[-2], q_BHTK.shape[1] // k_BGSK.shape[1]
     if length == attended and (window is None or window >= length):
-        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, dropout_p=dropout, is_causal=True, enable_gqa=shared > 1)
+        options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": shared > 1}
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
     # CUDA's kernels take a mask or shared heads, not both: what cannot be fused would form the scores, T x S a head.
     k_BHSK, v_BHSK = k_BGSK.repeat_interleave(shared, dim=1), v_BGSK.repeat_interleave(shared, dim=1)
     bias_TS = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
@@ -42,7 +43,10 @@ def visible(length: int, attended: int, window: int | None, device: torch.device
 @lru_cache(maxsize=2)
 @torch.inference_mode(False)
 def mask(length: int, attended: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores, TS: 0 where a key is visible, else -inf. One for all layers, which keep it for backward."""
+    """What is added to the scores, TS: 0 where a key is visible, else -inf.
+
+    One for all layers, each of which keeps it for the backward pass.
+    """
     seen_TS = visible(length, attended, window, device)
     return torch.zeros(length, attended, dtype=dtype, device=device).masked_fill_(~seen_TS, -torch.inf)
 
@@ -105,7 +109,7 @@ class CausalSelfAttention(nn.Module):
             if turns is None:
                 turns = rotation(torch.arange(x_BTD.shape[1], device=x_BTD.device), self.head_width, self.theta)
             q, k = rotate(q, turns), rotate(k, turns)
-            if self.q_norm is None:  # `qkv` is not needed any more; a view of the values would keep it all until the backward pass
-                v = v.clone()
+            if self.q_norm is None:
+                v = v.clone()  # nothing else needs `qkv` any more, and a view would keep it all until the backward pass
         q_BHTK, k_BGSK, v_BGSK = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
         return q_BHTK, k_BGSK, v_BGSK

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2's architecture (Radford et al. 2019) and initialization, and what came after as options."""
+"""A decoder-only transformer: GPT-2's architecture and initialization (Radford et al. 2019); later ideas are options."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last linear map: from the normalized stream to logits, or straight to a loss that need not form them all.
+    """The last linear map: from the normalized stream to logits, or straight to a loss that never forms them all.
 
     The loss is called in here, where ZeRO-3 has gathered the weight.
     """
@@ -103,8 +103,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm_of(config)
         self.head = Head(config.width, config.vocabulary, bias=False)
-        # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
-        # an empty tensor under ZeRO-3, which gathers for the module that is called.
+        # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead
+        # would read an empty tensor under ZeRO-3, which gathers for the module that is called.
         if config.tied_head:
             self.head.weight = self.embedding.tokens.weight
         self.run_block: RunBlock = run_block
@@ -125,7 +125,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BTD), loss)
 
     def shared(self, x_BTD: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """What all blocks read beside the stream: the rotation of rotary positions, made once instead of in each block."""
+        """What all blocks read beside the stream: the rotation of rotary positions, made once for all of them."""
         if self.config.positions != "rotary":
             return ()
         if positions is None:
