@@ -79,6 +79,8 @@ class Case:
         ]
         if self.precision in ("fp32", "bf16"):
             settings.append(f"bf16.enabled={str(self.precision == 'bf16').lower()}")
+        if self.compile:
+            settings.append("compile.enabled=true")
         return [*settings, *self.overrides]
 
     def composed(self, hardware: Hardware) -> Composed:

@@ -40,12 +40,10 @@ class Trainee(Protocol):
 class DsGpt:
     """The real thing: `Engine.step`, as ``Trainer.train`` calls it."""
 
-    def __init__(self, composed: Composed, ranks: Ranks, compiled: bool) -> None:
+    def __init__(self, composed: Composed, ranks: Ranks) -> None:
         self.engine = Engine(composed, ranks)
         self.model = self.engine.model
         self.on_phase: Callable[[str], None] = lambda phase: None
-        if compiled:
-            self.engine.deepspeed.compile()
         backward, step = self.engine.deepspeed.backward, self.engine.deepspeed.step
 
         def watched_backward(loss: Tensor) -> None:
@@ -75,7 +73,7 @@ class DsGpt:
 class PlainPyTorch:
     """The baseline: fp32 weights, autocast for bf16, AdamW, clipping; DistributedDataParallel or FSDP2 over several ranks."""
 
-    def __init__(self, composed: Composed, ranks: Ranks, sharded: bool, compiled: bool) -> None:
+    def __init__(self, composed: Composed, ranks: Ranks, sharded: bool) -> None:
         self.composed, self.ranks, self.sharded = composed, ranks, sharded
         self.on_phase: Callable[[str], None] = lambda phase: None
         run = composed.run
@@ -93,7 +91,7 @@ class PlainPyTorch:
             fully_shard(self.model, mesh=mesh, mp_policy=policy)
         elif ranks.world_size > 1:
             forward = DistributedDataParallel(self.model, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
-        self.forward = torch.compile(forward) if compiled else forward
+        self.forward = torch.compile(forward) if composed.compiled else forward
         optimizer = run.optimizer
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, optimizer.weight_decay), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=ranks.device.type == "cuda"
@@ -150,8 +148,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def make(trainer: str, composed: Composed, ranks: Ranks, compiled: bool) -> Trainee:
+def make(trainer: str, composed: Composed, ranks: Ranks) -> Trainee:
     """The trainee of a case."""
     if trainer == "ds_gpt":
-        return DsGpt(composed, ranks, compiled)
-    return PlainPyTorch(composed, ranks, trainer == "fsdp2", compiled)
+        return DsGpt(composed, ranks)
+    return PlainPyTorch(composed, ranks, trainer == "fsdp2")

@@ -113,7 +113,7 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
         torch.set_num_threads(case.threads)
     on_gpu = ranks.device.type == "cuda"
     peak = _peak(composed, ranks)
-    trainee = make(case.trainer, composed, ranks, case.compile)
+    trainee = make(case.trainer, composed, ranks)
     run = composed.run
     sampler = WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
     loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, ranks.device)

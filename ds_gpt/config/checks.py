@@ -65,6 +65,7 @@ def deepspeed_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[Proble
         *_precision_problems(deepspeed, stage),
         *_offload_problems(deepspeed, stage),
         *_checkpointing_problems(deepspeed, hardware),
+        *_compile_problems(deepspeed, hardware),
         *_stepping_problems(deepspeed),
     ]
 
@@ -171,6 +172,26 @@ def _checkpointing_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[P
                 "activation_checkpointing.cpu_checkpointing without partition_activations on a CPU",
                 "DeepSpeed empties the saved inputs there and the backward pass fails",
                 "remove cpu_checkpointing: the activations are in host memory already",
+            )
+        )
+    return problems
+
+
+def _compile_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[Problem]:
+    enabled, deepcompile = _enabled(deepspeed, "compile"), deepspeed.get("compile.deepcompile")
+    problems = []
+    if enabled not in (None, True, False):
+        problems.append(Problem(f"compile.enabled = {enabled!r} ({deepspeed.where('compile.enabled')}) should be true or false", fix="correct it"))
+    if deepcompile and not enabled:
+        problems.append(
+            Problem(f"compile.deepcompile ({deepspeed.where('compile.deepcompile')}) without compile.enabled", "nothing would be compiled", "set compile.enabled: true")
+        )
+    if deepcompile and hardware.kind == "cpu":
+        problems.append(
+            Problem(
+                f"compile.deepcompile ({deepspeed.where('compile.deepcompile')}) on a CPU",
+                "DeepSpeed's own compiler passes are a CUDA extension",
+                "remove it: compile.enabled alone is torch.compile",
             )
         )
     return problems

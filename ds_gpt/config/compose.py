@@ -37,6 +37,7 @@ class Composed:
         accumulation_steps: micro-steps per optimizer step.
         precision: what the model computes in.
         checkpoint_policy: activation checkpointing: ``None`` (off), ``"full"`` or ``"selective"``.
+        compiled: whether the engine compiles the model.
         owners: who stated each dotted key of ``deepspeed``, for ``show-config``.
         run_owners: the same for each dotted key of ``run``.
         notes: what was decided for the user, a sentence each.
@@ -50,6 +51,7 @@ class Composed:
     accumulation_steps: int
     precision: Precision
     checkpoint_policy: str | None
+    compiled: bool = False
     owners: dict[str, str] = field(default_factory=dict)
     run_owners: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -261,13 +263,14 @@ def _fill(
         # DeepSpeed's own linear adds the bias in place to the kept result of the multiplication, so that a
         # recomputation adds it again: wrong gradients, in silence.
         values["zero_optimization"]["memory_efficient_linear"] = False
+    compiled = bool(values.get("compile", {}).pop("enabled", False))
     for key in flatten(values):
         owners.setdefault(key, f"DeepSpeed config ({deepspeed_file.where(key)})" if deepspeed_file.get(key) is not None else "ds_gpt")
     run_owners = {
         key: f"run config ({run_file.where(key)})" if run_file.get(key) is not None else "default"
         for key in flatten(run.model_dump(mode="json"))
     }
-    return Composed(run, values, hardware, micro, accumulation, precision, policy, owners, run_owners, tuple(notes), deepspeed_file.values)
+    return Composed(run, values, hardware, micro, accumulation, precision, policy, compiled, owners, run_owners, tuple(notes), deepspeed_file.values)
 
 
 def _precision(values: dict[str, Any], hardware: Hardware, owners: dict[str, str], notes: list[str]) -> Precision:

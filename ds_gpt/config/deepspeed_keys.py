@@ -66,6 +66,15 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
         synchronize_checkpoint_boundary
         """.split()
     ),
+    # `enabled` is ds_gpt's own: DeepSpeed compiles when its caller says so, and this section says how.
+    "compile": frozenset(
+        """
+        autoep_non_moe debug_log deepcompile double_buffer enabled free_activation free_activation_threshold
+        keep_all_input_tensors keep_int_input_tensors offload_activation offload_activation_pin_memory
+        offload_opt_states offload_parameters passes symmetric_memory sync_after_allgather sync_after_reduce
+        sync_before_allgather sync_before_reduce
+        """.split()
+    ),
     "data_types": frozenset({"buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules", "param_dtype"}),
     "optimizer": frozenset({"type", "params", "legacy_fusion"}),
 }

@@ -5,8 +5,9 @@ shapes and storages but no data, and a fake process group of any size, whose col
 is therefore what DeepSpeed and PyTorch ask for, not what a formula says. It patches torch for good, so it has a process
 of its own: ``python -m ds_gpt.engine.trace`` reads a JSON request and prints the answer (see `trace_elsewhere`).
 
-The tensors are CPU tensors, because a build without CUDA cannot differentiate fake CUDA ones. Two things that a GPU does
-otherwise are put right: dropout keeps a mask of one byte an element, and attention never forms its T x T matrix.
+The tensors are CPU tensors, because a build without CUDA cannot differentiate fake CUDA ones. Three things that a GPU does
+otherwise are put right: dropout keeps a mask of one byte an element, attention never forms its T x T matrix, and RMSNorm
+is one kernel.
 Not in it: the CUDA context, NCCL's buffers, and what the caching allocator holds beyond what is asked for.
 """
 
@@ -193,7 +194,7 @@ def trace(composed: Composed) -> Trace:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    composed = replace(composed, deepspeed=_without_compiled_adam(composed.deepspeed))
+    composed = replace(composed, deepspeed=_without_compiled_adam(composed.deepspeed), compiled=False)
     ranks = _pretend(composed)
     with FakeTensorMode():
         return measure(composed, ranks)
@@ -273,11 +274,12 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _as_on_a_gpu(composed: Composed) -> None:
-    """Dropout and attention keep what the CUDA kernels keep."""
+    """Dropout, attention and RMSNorm keep what the CUDA kernels keep."""
     import ds_gpt.engine.activation_checkpointing as activation_checkpointing
 
     nn.functional.dropout = _dropout
     nn.functional.scaled_dot_product_attention = _attention
+    nn.functional.rms_norm = _rms_norm
     # The selective policy runs attention again where it has dropout.
     activation_checkpointing._attention_dropout = lambda *args: composed.run.model.dropout
 
@@ -291,6 +293,11 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
     return _torch_attention(*args, **kwargs)
+
+
+def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """A CPU has no fused RMSNorm and keeps every step of it; LayerNorm's kernel keeps what CUDA's keeps, and the mean."""
+    return nn.functional.layer_norm(x, normalized_shape, weight, None, 1e-5 if eps is None else eps)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +54,7 @@ class Shapes:
         fused: whether the optimizer steps in one kernel; otherwise PyTorch's Adam makes two temporaries as large as what it steps.
         offload_optimizer: whether masters and moments are in host memory.
         offload_weights: whether the weights' shards are, too.
+        chunk: tokens whose logits exist at a time; None: all.
     """
 
     model: ModelConfig
@@ -72,6 +72,7 @@ class Shapes:
     fused: bool
     offload_optimizer: bool
     offload_weights: bool
+    chunk: int | None = None
 
     @classmethod
     def of(cls, composed: Composed) -> Shapes:
@@ -112,6 +113,7 @@ class Shapes:
             bool(values["optimizer"]["params"].get("fused")),
             _offloads(zero, "offload_optimizer"),
             _offloads(zero, "offload_param"),
+            composed.run.loss_chunk_tokens,
         )
 
     @property
@@ -130,24 +132,48 @@ def _offloads(zero: dict[str, Any], section: str) -> bool:
 
 def parameters_of(model: ModelConfig) -> list[Parameter]:
     """Every parameter, in the model's order."""
+    modules = [*_embedding(model), *(block_modules(model) * model.layers), *_tail(model)]
     offsets = {True: 0, False: 0}
     result = []
-    for name, elements, matrix in _sizes(model):
-        result.append(Parameter(name, elements, offsets[matrix], matrix))
-        offsets[matrix] += elements
+    for name, sizes in modules:
+        for elements, matrix in sizes:
+            result.append(Parameter(name, elements, offsets[matrix], matrix))
+            offsets[matrix] += elements
     return result
 
 
-def _sizes(model: ModelConfig) -> Iterator[tuple[str, int, bool]]:
-    width, hidden = model.width, model.hidden_width
-    yield "tokens", model.vocabulary * width, True
-    yield "positions", model.context * width, True
-    for _ in range(model.layers):
-        yield from (("norm", width, False), ("norm", width, False))
-        yield from (("qkv", 3 * width * width, True), ("qkv bias", 3 * width, False), ("out", width * width, True), ("out bias", width, False))
-        yield from (("norm", width, False), ("norm", width, False))
-        yield from (("up", width * hidden, True), ("up bias", hidden, False), ("down", hidden * width, True), ("down bias", width, False))
-    yield from (("norm", width, False), ("norm", width, False))
+# A module's name, and of each of its parameters how many elements it has and whether it is a matrix.
+Module = tuple[str, list[tuple[int, bool]]]
 
 
-BLOCK_PARAMETERS = 12
+def _embedding(model: ModelConfig) -> list[Module]:
+    tokens = ("tokens", [(model.vocabulary * model.width, True)])
+    return [tokens, ("positions", [(model.context * model.width, True)])] if model.positions == "learned" else [tokens]
+
+
+def block_modules(model: ModelConfig) -> list[Module]:
+    """The modules of one block that have parameters, in the model's order."""
+    width, hidden, head = model.width, model.hidden_width, model.head_width
+    qk_norms: list[Module] = [("q_norm", [(head, False)]), ("k_norm", [(head, False)])]
+    return [
+        ("attention_norm", _norm(model)),
+        ("qkv", _linear(model, width, width + 2 * model.key_heads * head)),
+        *(qk_norms if model.qk_norm else []),
+        ("out", _linear(model, width, width)),
+        ("feed_forward_norm", _norm(model)),
+        *([("gate", _linear(model, width, hidden))] if model.ffn == "swiglu" else []),
+        ("up", _linear(model, width, hidden)),
+        ("down", _linear(model, hidden, width)),
+    ]
+
+
+def _tail(model: ModelConfig) -> list[Module]:
+    return [("norm", _norm(model)), *([] if model.tied_head else [("head", [(model.vocabulary * model.width, True)])])]
+
+
+def _norm(model: ModelConfig) -> list[tuple[int, bool]]:
+    return [(model.width, False)] * (2 if model.norm == "layernorm" and model.bias else 1)
+
+
+def _linear(model: ModelConfig, inputs: int, outputs: int) -> list[tuple[int, bool]]:
+    return [(inputs * outputs, True), *([(outputs, False)] if model.bias else [])]

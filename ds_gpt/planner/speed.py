@@ -105,16 +105,22 @@ class _Clock:
         """Matrices, attention, element-wise and recomputation, over all micro-steps."""
         shapes, model = self.shapes, self.shapes.model
         width, hidden, tokens, layers = model.width, model.hidden_width, shapes.tokens, model.layers
-        linear = sum(self._matrix(tokens, i, o) for i, o in ((width, 3 * width), (width, width), (width, hidden), (hidden, width)))
+        into = 2 if model.ffn == "swiglu" else 1  # matrices that make the hidden values
+        projected = width + 2 * model.key_heads * model.head_width
+        linear = sum(self._matrix(tokens, i, o) for i, o in ((width, projected), (width, width), *into * ((width, hidden),), (hidden, width)))
         head = self._matrix(tokens, width, model.vocabulary)
         # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
-        attention = 2 * tokens * model.context * width / (self.peak * self.constants.attention) + self.constants.launch_s
+        attended = min(model.context, 2 * (model.sliding_window or model.context))  # on average half of it, or all of a window
+        attention = 2 * tokens * attended * width / (self.peak * self.constants.attention) + self.constants.launch_s
         element = shapes.element
         x, h, logits = element * tokens * width, element * tokens * hidden, tokens * model.vocabulary
         dropout = 5 * x if model.dropout else 0
-        # Bytes read and written: two norms, two sums, GELU, dropout; backward also the stacking of q, k, v.
-        forward = self._pass(10 * x + 2 * h + dropout, _KERNELS_A_BLOCK["forward"] - 5)
-        backward = self._pass(20 * x + 3 * h + dropout, _KERNELS_A_BLOCK["backward"] - 9)
+        heads = element * tokens * (model.heads + model.key_heads) * model.head_width
+        # Queries and keys rotated by kernels for negation, concatenation, two products and their sum; an RMSNorm of each head.
+        turned = (11 * heads if model.positions == "rotary" else 0) + (2 * heads if model.qk_norm else 0)
+        # Bytes read and written: two norms, two sums, GELU or SiLU and product, dropout; backward also the stacking of q, k, v.
+        forward = self._pass(10 * x + (5 * into - 3) * h + dropout + turned, _KERNELS_A_BLOCK["forward"] - 5)
+        backward = self._pass(20 * x + (5 * into - 2) * h + dropout + turned, _KERNELS_A_BLOCK["backward"] - 9)
         loss = self._pass((34 + 3 * element) * logits, 10)
         recompute = 0.0
         if shapes.policy == "full":

@@ -67,7 +67,9 @@ class Stage3(Stage2):
         if index == 0:  # the model itself has no parameters: what comes is gathered ahead
             self._fetch(range(0), range(len(self.parameters)))
             return
-        self._let_go(lambda last: last < index)
+        # A block uses its last parameter when it ends; the head, which comes last of all, when it begins.
+        end = index + count
+        self._let_go(lambda last: last < (end if end == len(self.parameters) else index))
         self._fetch(range(index, index + count), range(index + count, len(self.parameters)))
         reach = self.shapes.buckets["stage3_max_reuse_distance"]
         if self.elements > min(reach, self.shapes.buckets["stage3_max_live_parameters"]):

@@ -67,12 +67,13 @@ class Console:
         batch = f"{composed.micro_batch_size} a rank x {_counted(hardware.world_size, 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
+        compiled = ", compiled: the first step takes a while" if composed.compiled else ""
         facts = [
             ("model", f"{parameters(run.model):,} parameters: {shape}"),
             ("data", corpus),
             ("batch", f"{_counted(run.batch.global_batch_size, 'sequence')} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
-            ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}"),
+            ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}{compiled}"),
             ("precision", _PRECISION[composed.precision]),
             *[("", note) for note in composed.notes],
             ("run folder", run_folder),

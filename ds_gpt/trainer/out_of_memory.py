@@ -67,18 +67,25 @@ def needs(composed: Composed) -> Needs:
 def _activations(composed: Composed, value_bytes: int) -> float:
     """Kept for backward by one micro-batch.
 
-    A block without checkpointing keeps 8 D + 2 F values a token: its input, two norms' results, queries, keys and values,
-    attention's result, the residual stream, and the feed-forward's hidden values before and after the GELU. Selective
-    keeps the block's input and the results of multiplications and attention, 7 D + F; full the input, D, and one block
-    whole while it is recomputed. The last norm keeps its input and result, 2 D. The loss keeps log-probabilities, their gradient and the logits', fp32. Masks of dropout,
-    a byte for two or four of its values, are not counted.
+    A block without checkpointing keeps 6 D + 2 GK + 2 F values a token: its input, two norms' results, queries, keys
+    and values, attention's result, the residual stream, and the feed-forward's hidden values before and after the
+    GELU; SwiGLU has 4 F. Selective keeps the block's input and the results of multiplications and attention; full the
+    input, D, and one block whole while it is recomputed. The last norm keeps its input and result, 2 D. The loss keeps
+    log-probabilities, their gradient and the logits', fp32, of as many tokens as go at a time, and where it takes
+    several times, the gradients of its input and of its matrix. Masks of dropout, a byte for two or four of its values,
+    are not counted.
     """
-    model = composed.run.model
-    width, hidden = model.width, model.hidden_width
-    whole = 8 * width + 2 * hidden
-    kept = {None: model.layers * whole, "selective": model.layers * (7 * width + hidden) + whole, "full": model.layers * width + whole}
-    loss = model.vocabulary * 3 * 4
-    return composed.micro_batch_size * model.context * ((kept[composed.checkpoint_policy] + 2 * width) * value_bytes + loss)
+    model, run = composed.run.model, composed.run
+    width, hidden, tokens = model.width, model.hidden_width, composed.micro_batch_size * model.context
+    shared = 2 * model.key_heads * model.head_width
+    into = 2 if model.ffn == "swiglu" else 1
+    whole = 6 * width + shared + 2 * into * hidden
+    kept = {None: model.layers * whole, "selective": model.layers * (5 * width + shared + into * hidden) + whole, "full": model.layers * width + whole}
+    chunk = min(tokens, run.loss_chunk_tokens)
+    loss = chunk * model.vocabulary * 3 * 4
+    if chunk < tokens:
+        loss += tokens * width * value_bytes + model.vocabulary * width * 4
+    return tokens * (kept[composed.checkpoint_policy] + 2 * width) * value_bytes + loss
 
 
 def check_host_memory(composed: Composed, local_ranks: int, memory_bytes: int) -> None:

@@ -159,6 +159,7 @@ def environment(composed: Composed, dataset_digest: str) -> dict[str, Any]:
         "world_size": composed.hardware.world_size,
         "precision": composed.precision,
         "activation_checkpointing": composed.checkpoint_policy,
+        "compiled": composed.compiled,
         "dataset_digest": dataset_digest,
     }
 

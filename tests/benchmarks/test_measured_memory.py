@@ -31,7 +31,7 @@ def bench(ranks: Any, composed: Any, trainer: str = "ds_gpt") -> tuple[Bench, Co
 
     collectives = Collectives()
     collectives.install()
-    made = Bench(CASE, composed, ranks, make(trainer, composed, ranks, False), tiny_loader(composed, ranks.rank, ranks.world_size))
+    made = Bench(CASE, composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
     made.step()
     return made, collectives
 

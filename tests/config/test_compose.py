@@ -364,3 +364,17 @@ def test_a_warm_up_as_long_as_the_run_is_noted(bench, name: str, warmup_steps: i
     found = [note for note in notes if "schedule.warmup_steps" in note]
     expected = [f"schedule.warmup_steps = {warmup_steps} of training.steps = 10: the learning rate rises to the end, and reaches its peak {peak}"]
     assert found == (expected if peak else [])
+
+
+def test_compiling_is_off_unless_the_json_says_so(bench) -> None:
+    assert not bench.load().compiled
+    assert not bench.load("compile.enabled=false").compiled
+    composed = bench.load("compile.enabled=true")
+    assert composed.compiled and composed.deepspeed["compile"] == {}, "our own word is not DeepSpeed's"
+
+
+def test_what_cannot_be_compiled_is_said(bench) -> None:
+    assert "compile.enabled = 'yes, please'" in bench.problem("compile.enabled='yes, please'").what
+    assert "without compile.enabled" in bench.problem("compile.deepcompile=true", on=A100).what
+    bench.load("compile={enabled: true, deepcompile: true}", on=A100)
+    assert bench.problem("compile={enabled: true, deepcompile: true}").why.endswith("CUDA extension")

@@ -111,6 +111,7 @@ def test_the_exceptions_are_words_that_deepspeed_knows() -> None:
 
 def models() -> dict[str, tuple[Any, frozenset[str]]]:
     """Sections that are pydantic models, with keys that DeepSpeed reads around the model."""
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
@@ -123,10 +124,11 @@ def models() -> dict[str, tuple[Any, frozenset[str]]]:
         "zero_optimization.offload_param": (DeepSpeedZeroOffloadParamConfig, frozenset()),
         "bf16": (DeepSpeedBF16Config, frozenset()),
         "fp16": (DeepSpeedFP16Config, frozenset()),
+        "compile": (CompileConfig, frozenset({"enabled"})),  # ds_gpt's own; it is taken out before DeepSpeed gets the dictionary
     }
 
 
-@pytest.mark.parametrize("section", ["zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16"])
+@pytest.mark.parametrize("section", ["zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "bf16", "fp16", "compile"])
 def test_sections_that_are_models(section: str) -> None:
     model, around = models()[section]
     # The alias is the name that users write (stage3_prefetch_bucket_size); DeepSpeed accepts the bare name too, undocumented.

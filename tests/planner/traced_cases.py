@@ -28,25 +28,59 @@ MODELS = {
 # ranks, accumulation steps, dropout, reduce bucket
 SYSTEMS = ((8, 1, 0.0, 50_000_000), (2, 2, 0.1, 1_000_000))
 
+# The model's options: all that a Llama has, and those that change what attention keeps.
+LLAMA = ("model.positions=rotary", "model.norm=rmsnorm", "model.ffn=swiglu", "model.kv_heads=2", "model.bias=false", "model.tied_head=false")
+OPTIONS = {
+    "llama": LLAMA,
+    "llama qk_norm": (*LLAMA, "model.qk_norm=true"),
+    "llama window": (*LLAMA, "model.sliding_window=64"),
+    "rotary": ("model.positions=rotary",),
+    "kv_heads": ("model.kv_heads=2",),
+    "swiglu": ("model.ffn=swiglu",),
+    "qk_norm": ("model.qk_norm=true",),
+}
+# name of the model and of the options, stage, policy, precision, system
+OPTION_CASES = (
+    ("long", "llama", 0, "null", "bf16", 0), ("wide", "llama", 1, "full", "fp32", 1), ("long", "llama", 2, "selective", "bf16", 0),
+    ("deep", "llama", 3, "null", "bf16", 0), ("wide", "llama", 2, "null", "bf16", 1), ("long", "llama qk_norm", 1, "null", "bf16", 0),
+    ("long", "llama window", 2, "null", "fp32", 0), ("long", "rotary", 0, "null", "fp32", 1), ("long", "kv_heads", 0, "null", "fp32", 0),
+    ("long", "swiglu", 0, "full", "bf16", 0), ("long", "qk_norm", 2, "null", "bf16", 0),
+)  # fmt: skip
+# options, chunk of the loss in tokens, stage, precision, system
+CHUNK_CASES = (("", 64, 0, "bf16", 0), ("", 100, 2, "fp32", 1), ("llama", 64, 2, "bf16", 0), ("llama", 64, 3, "bf16", 1), ("", 64, 1, "bf16", 0))
+
 Case = tuple[str, str, str, int, tuple[str, ...]]  # name, run, DeepSpeed JSON, ranks, overrides
 
 
 def cases() -> Iterator[Case]:
     """Small models over stages, policies, precisions and systems; then the recipes themselves."""
-    grid = product(MODELS.items(), range(4), ("null", "full", "selective"), ("bf16", "fp32"), SYSTEMS)
-    for (model, (layers, width, heads, context, vocabulary, micro)), stage, policy, precision, (ranks, steps, dropout, bucket) in grid:
-        overrides = [
-            f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"model.context={context}", f"model.vocab_size={vocabulary}",
-            f"batch.micro_batch_size={micro}", f"batch.global_batch_size={micro * ranks * steps}", f"model.dropout={dropout}",
-            f"zero_optimization.reduce_bucket_size={bucket}", _policy(policy), *(["bf16.enabled=false"] if precision == "fp32" else []),
-        ]  # fmt: skip
-        yield f"{model} zero{stage} {policy} {precision} ranks{ranks}", "quickstart", f"zero{stage}", ranks, tuple(overrides)
+    for model, stage, policy, precision, system in product(MODELS, range(4), ("null", "full", "selective"), ("bf16", "fp32"), SYSTEMS):
+        yield _small(model, stage, policy, precision, system)
+    for model, options, stage, policy, precision, number in OPTION_CASES:
+        yield _small(model, stage, policy, precision, SYSTEMS[number], options, OPTIONS[options])
+    for options, chunk, stage, precision, number in CHUNK_CASES:
+        settings = (*OPTIONS.get(options, ()), f"loss.chunk_tokens={chunk}")
+        yield _small("vocabulary", stage, "null", precision, SYSTEMS[number], f"{options} chunks".strip(), settings)
     for stage, policy in ((0, "full"), (1, "full"), (2, "full"), (3, "full"), (2, "selective"), (2, "null")):
         yield f"gpt_1b zero{stage} {policy}", "gpt_1b", f"zero{stage}", 8, (_policy(policy),)
     yield "gpt_1b zero2 full DeepSpeed's buckets", "gpt_1b", "zero2", 8, (_policy("full"), "zero_optimization.reduce_bucket_size=500000000")
     for stage in (2, 3):
         yield f"gpt2_1558m zero{stage} full ranks64", "gpt2_1558m", f"zero{stage}", 64, (_policy("full"),)
         yield f"gpt_1b zero{stage} offload", "gpt_1b", f"zero{stage}_offload", 8, ()
+
+
+def _small(
+    model: str, stage: int, policy: str, precision: str, system: tuple[int, int, float, int], named: str = "", options: tuple[str, ...] = ()
+) -> Case:
+    layers, width, heads, context, vocabulary, micro = MODELS[model]
+    ranks, steps, dropout, bucket = system
+    overrides = (
+        f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"model.context={context}", f"model.vocab_size={vocabulary}",
+        f"batch.micro_batch_size={micro}", f"batch.global_batch_size={micro * ranks * steps}", f"model.dropout={dropout}",
+        f"zero_optimization.reduce_bucket_size={bucket}", _policy(policy), *(["bf16.enabled=false"] if precision == "fp32" else []), *options,
+    )  # fmt: skip
+    name = " ".join(filter(None, (model, named, f"zero{stage}", policy, precision, f"ranks{ranks}")))
+    return name, "quickstart", f"zero{stage}", ranks, overrides
 
 
 def _policy(policy: str) -> str:

@@ -70,13 +70,15 @@ def kept_bytes(composed: Composed) -> int:
     return sum(size for size, _ in kept.values()) + int(0 * loss)
 
 
+@pytest.mark.parametrize("options", [[], ["model.ffn=swiglu", "model.positions=rotary", "model.kv_heads=2"]], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("policy", [None, "full"])
-def test_activations_are_what_autograd_keeps(policy: str | None) -> None:
+def test_activations_are_what_autograd_keeps(policy: str | None, options: list[str]) -> None:
     """The transient part, a recomputed block and two gradients of the size of the logits, is arithmetic alone."""
-    overrides = ["model.layers=6", "model.width=64", "model.context=64", "model.vocab_size=64"]
+    overrides = ["model.layers=6", "model.width=64", "model.context=64", "model.vocab_size=64", *options]
     composed = tiny("zero0", 1, [*overrides, *([f"activation_checkpointing.policy={policy}"] if policy else [])])
     model, tokens = composed.run.model, composed.micro_batch_size * 64
-    transient = tokens * 2 * 4 * model.vocabulary + (tokens * 4 * (8 * model.width + 2 * model.hidden_width) if policy else 0)
+    block = 6 * model.width + 2 * model.key_heads * model.head_width + (4 if options else 2) * model.hidden_width
+    transient = tokens * 2 * 4 * model.vocabulary + (tokens * 4 * block if policy else 0)
     assert needs(composed).activations - transient == pytest.approx(kept_bytes(composed), rel=0.02)
 
 
