@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
     os._exit(0)
 
 
@@ -45,6 +47,7 @@ def train(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: bad input of any kind.
+        RunStopped: the run is sick, or cannot be saved.
     """
     from dataclasses import replace
 
@@ -94,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
             trainer.recorder.say(f"step {state.step} is past training.steps = {composed.run.training.steps}: nothing to do (--set training.steps=N trains on)")
             return
         if start.continues and ranks.is_first:
-            folder.continue_from(state.step, composed, dataset.digest)
+            folder.continue_from(state.step, composed, dataset.tokenizer, dataset.digest)
         trainer.train(state)
     ranks.disconnect()
 

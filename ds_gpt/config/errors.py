@@ -1,4 +1,4 @@
-"""One error type for everything a user can get wrong, carrying every problem at once."""
+"""Errors that a person has to see to, carrying every problem at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Problem:
     fix: str = ""
 
 
-class ConfigError(Exception):
-    """Bad input. Holds every problem found, so that nobody fixes them one run at a time."""
+class NeedsAttention(Exception):
+    """What a person has to see to and no restart mends. Holds every problem found, so that nobody fixes them one run at a time."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
@@ -36,6 +36,14 @@ class ConfigError(Exception):
                 lines.append(f"{indent}do:  {problem.fix}")
             blocks.append("\n".join(lines))
         return "\n".join(blocks)
+
+
+class ConfigError(NeedsAttention):
+    """Bad input."""
+
+
+class RunStopped(NeedsAttention):
+    """A run that is ended rather than spoiled: it is sick, it cannot be saved, or what was restored is not what was saved."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

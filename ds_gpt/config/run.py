@@ -161,7 +161,7 @@ class HealthConfig(Section):
     max_rollbacks: NonNegativeInt = 3  # then the run stops: what comes back so often is no accident of the data
     lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5  # on the learning rate after a rollback
     lr_factor_steps: PositiveInt = 100  # how long, beyond the step at which it went wrong
-    hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long: every rank writes its stacks, and the run ends
+    hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long (a save: 10 times as long): every rank writes its stacks, and the run ends
 
 
 class LoggingConfig(Section):

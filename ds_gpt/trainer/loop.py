@@ -48,26 +48,26 @@ class Trainer:
         self.validation = Validation(dataset, engine)
         self.learning_rate = schedule(run, ranks.world_size)
         self.recorder = Recorder(composed, ranks, folder, console)
-        self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder)
+        self.watchdog = Watchdog(folder.path, ranks.rank, run.health.hang_timeout_s, engine.model)
+        self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder, self.watchdog)
         self._val_loss: float | None = None
 
     def resume(self, checkpoint: Path) -> RunState:
-        """Take over a checkpoint; every rank must call it. Raises ConfigError where the loaded model is not the saved one."""
+        """Take over a checkpoint; every rank must call it. Raises RunStopped where the loaded model is not the saved one."""
         return self.keeper.resume(checkpoint)
 
     def train(self, state: RunState = RunState()) -> Outcome:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
         run, recorder = self.composed.run, self.recorder
-        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s, self.engine.model)
         interrupted = False
-        with Interruption() as interruption, recorder.recording(state.step), watchdog, self._closing():
+        with Interruption() as interruption, recorder.recording(state.step), self.watchdog, self._closing():
             while state.step < run.training.steps and not interrupted:
                 lr = self.learning_rate(state.step) * state.factor()
                 result = self.engine.step(state.step, self.loader.load(state.data_step), lr, interruption.requested)
                 recorder.stopwatch.step_done()
                 state = self._after_step(state.after_step(self.composed.tokens_per_step), lr, result)
                 interrupted = result.interrupted
-                watchdog.beat()
+                self.watchdog.beat()
             text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
         recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
         if text and self.engine.ranks.is_first:

@@ -45,7 +45,7 @@ def train_run(ranks: Any, run_dir: str, deepspeed: str, overrides: list[str], po
     trainer = Trainer(composed, dataset, engine, folder, None)
     state = trainer.resume(checkpoint) if checkpoint else RunState()
     if start.continues and ranks.is_first:
-        folder.continue_from(state.step, composed, dataset.digest)
+        folder.continue_from(state.step, composed, dataset.tokenizer, dataset.digest)
     if poison:
         _poison(trainer, engine, poison)
     first_step = state.step
