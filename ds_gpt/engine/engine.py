@@ -118,7 +118,7 @@ class Engine:
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
 
     def step(
-        self, step: int, micro_batches: Sequence[tuple[Tensor, Tensor]], lr: float, interrupted: bool = False
+        self, step: int, micro_batches: Sequence[tuple[Tensor, ...]], lr: float, interrupted: bool = False
     ) -> StepResult:
         """One optimizer step.
 
