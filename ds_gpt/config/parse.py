@@ -88,17 +88,36 @@ def _reason(detail: dict[str, Any]) -> str:
 
 def shape_problems(model: ModelConfig) -> list[Problem]:
     """What is impossible in the model's shape."""
-    if model.width % model.heads == 0:
-        return []
-    fitting = [h for h in range(1, model.width + 1) if model.width % h == 0]
-    nearest = min(fitting, key=lambda h: abs(h - model.heads))
-    return [
-        Problem(
-            f"model.heads = {model.heads} does not divide model.width = {model.width}",
-            "each head gets width / heads channels",
-            f"use model.heads: {nearest}",
+    problems = []
+    if model.width % model.heads:
+        problems.append(
+            Problem(
+                f"model.heads = {model.heads} does not divide model.width = {model.width}",
+                "each head gets width / heads channels",
+                f"use model.heads: {_nearest_divisor(model.width, model.heads)}",
+            )
         )
-    ]
+    elif model.positions == "rotary" and model.head_width % 2:
+        problems.append(
+            Problem(
+                f"model.positions = 'rotary' with heads of {model.head_width} channels (model.width / model.heads)",
+                "rotation turns pairs of channels",
+                "choose model.heads so that width / heads is even",
+            )
+        )
+    if model.heads % model.key_heads:
+        problems.append(
+            Problem(
+                f"model.kv_heads = {model.key_heads} does not divide model.heads = {model.heads}",
+                "each key/value head serves equally many query heads",
+                f"use model.kv_heads: {_nearest_divisor(model.heads, model.key_heads)}",
+            )
+        )
+    return problems
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 
 def with_vocabulary(run: RunConfig, needed: int) -> RunConfig:

@@ -21,25 +21,42 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """The shape of the GPT."""
+    """The shape of the GPT: GPT-2's, unless an option below says otherwise."""
 
     layers: PositiveInt
     width: PositiveInt
     heads: PositiveInt
     context: PositiveInt  # tokens; also the number of learned positions
-    ffn_width: PositiveInt | Auto = "auto"  # auto: 4 x width
+    ffn_width: PositiveInt | Auto = "auto"  # auto: 4 x width; swiglu, which has a third matrix: 8/3 x width, up to a multiple of 64
     vocab_size: PositiveInt | Auto = "auto"  # auto: what the tokenizer has
     dropout: Fraction = 0.0
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: PositiveFloat = 10_000.0  # rotary only: the slowest wavelength is 2 pi x theta tokens
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: PositiveFloat = 1e-5  # added to the variance
+    ffn: Literal["gelu", "swiglu"] = "gelu"
+    kv_heads: PositiveInt | Auto = "auto"  # heads that share keys and values: grouped-query attention; auto: as many as heads
+    bias: bool = True  # of linear maps and LayerNorms
+    qk_norm: bool = False  # an RMSNorm on each head's queries and keys: bounds the attention scores
+    sliding_window: PositiveInt | None = None  # tokens that one attends to, itself included; None: all before it
+    tied_head: bool = True  # the head's matrix is the token embedding's
 
     @property
     def hidden_width(self) -> int:
         """Width of the feed-forward layer (F)."""
-        return 4 * self.width if self.ffn_width == "auto" else self.ffn_width
+        if self.ffn_width != "auto":
+            return self.ffn_width
+        return 4 * self.width if self.ffn == "gelu" else -(-8 * self.width // (3 * 64)) * 64
 
     @property
     def head_width(self) -> int:
         """Width of one attention head (K)."""
         return self.width // self.heads
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and of values (G)."""
+        return self.heads if self.kv_heads == "auto" else self.kv_heads
 
     @property
     def vocabulary(self) -> int:

@@ -63,9 +63,9 @@ def _deepspeeds_own(composed: Composed) -> Any:
     number = composed.deepspeed["activation_checkpointing"].get("number_checkpoints") or composed.run.model.layers
     deepspeed.checkpointing.configure(None, deepspeed_config=composed.deepspeed, num_checkpoints=number)
 
-    def run_block(block: nn.Module, x_BTD: Tensor) -> Tensor:
+    def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # it would keep the input all the same, in buffers that only a backward pass empties
-            return block(x_BTD)
-        return deepspeed.checkpointing.checkpoint(block, x_BTD)
+            return block(x_BTD, *shared)
+        return deepspeed.checkpointing.checkpoint(block, x_BTD, *shared)
 
     return run_block

@@ -4,63 +4,99 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_gpt.config import ModelConfig
+from ds_gpt.model.positions import rotate, rotation
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, dropout: float) -> Tensor:
-    """Causal attention of T queries over S = T keys: a mixture of values, BHTK. `dropout` is a probability."""
-    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, dropout_p=dropout, is_causal=True)
+def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, window: int | None = None) -> Tensor:
+    """Causal attention of T queries over S keys, of which the queries' own are the last: a mixture of values, BHTK.
+
+    Each of the G key/value heads serves H / G consecutive query heads (Ainslie et al. 2023). `dropout` is a
+    probability, `window` the number of keys that a query sees, its own included (None: all).
+    """
+    length, attended, shared = q_BHTK.shape[-2], k_BGSK.shape[-2], q_BHTK.shape[1] // k_BGSK.shape[1]
+    if length == attended and (window is None or window >= length):
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, dropout_p=dropout, is_causal=True, enable_gqa=shared > 1)
+    # CUDA's kernels take a mask or shared heads, not both: what cannot be fused would form the scores, T x S a head.
+    k_BHSK, v_BHSK = k_BGSK.repeat_interleave(shared, dim=1), v_BGSK.repeat_interleave(shared, dim=1)
+    seen_TS = visible(length, attended, window, q_BHTK.device)
+    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=seen_TS, dropout_p=dropout)
+
+
+def visible(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each query sees, TS: those up to its own, at most `window` of them."""
+    places_T = torch.arange(attended - length, attended, device=device)
+    distance_TS = places_T[:, None] - torch.arange(attended, device=device)
+    seen_TS = distance_TS >= 0
+    return seen_TS if window is None else seen_TS & (distance_TS < window)
 
 
 @torch.no_grad()
-def attention_maps(q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
+def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None) -> Tensor:
     """The weights that `attend` gives each key, before dropout: BHTS, fp32, rows sum to 1, zero above the diagonal.
 
     Fused kernels never form this matrix, whose memory grows with T squared; it is for looking, not for training.
     """
+    k_BHSK = k_BGSK.repeat_interleave(q_BHTK.shape[1] // k_BGSK.shape[1], dim=1)
     scores_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) / math.sqrt(q_BHTK.shape[-1])
-    future_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).triu(diagonal=1)
-    return scores_BHTS.masked_fill(future_TS, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    seen_TS = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device)
+    return scores_BHTS.masked_fill(~seen_TS, -torch.inf).softmax(dim=-1, dtype=torch.float32)
 
 
 class CausalSelfAttention(nn.Module):
     """Every token attends to itself and to what came before it.
 
-    `attend` is a seam: sequence parallelism puts its own in place. `save_attention` makes `forward` keep its maps
-    in `attention_maps`; it is off by default, because a map that outlives its step is memory that never returns.
+    `attend` is a seam: sequence parallelism and a key/value cache put their own in place; keys are rotated by then.
+    `save_attention` makes `forward` keep its maps in `attention_maps`; it is off by default, because a map that
+    outlives its step is memory that never returns.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.width % config.heads == 0, "the config layer refuses a width that the heads do not divide"
         self.head_width = config.head_width
+        self.shared = config.heads // config.key_heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-        self.attend: Attend = attend
+        self.theta = config.rope_theta if config.positions == "rotary" else None
+        self.window = config.sliding_window
+        self.qkv = nn.Linear(config.width, (config.heads + 2 * config.key_heads) * config.head_width, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.out = nn.Linear(config.width, config.width, bias=config.bias)
+        self.attend: Attend = attend if self.window is None else partial(attend, window=self.window)
         self.save_attention = False
         self.attention_maps: Tensor | None = None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """BTD to BTD."""
-        q_BHTK, k_BHSK, v_BHSK = self.project(x_BTD)
-        self.attention_maps = attention_maps(q_BHTK, k_BHSK) if self.save_attention else None
-        y_BHTK = self.attend(q_BHTK, k_BHSK, v_BHSK, self.dropout if self.training else 0.0)
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None) -> Tensor:
+        """BTD to BTD. `turns` are the `rotation` of the tokens' positions, 0 to T - 1 where there is none."""
+        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, turns)
+        self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window) if self.save_attention else None
+        y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, self.dropout if self.training else 0.0)
         return self.out(y_BHTK.transpose(1, 2).flatten(start_dim=2))
 
-    def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each BHTK.
+    def project(self, x_BTD: Tensor, turns: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries BHTK, keys and values BGSK; normalized and rotated where the configuration says so.
 
-        The rows of `qkv` are laid out head by head, (H, 3, K), not GPT-2's (3, H, K): any contiguous share of them is
-        then whole heads, which is how tensor parallelism cuts it. So H comes from the projection, not from the config.
+        The rows of `qkv` are laid out group by group, (G, H/G + 2, K): a group's queries, its key, its value. Any
+        contiguous share of G / n groups is then whole heads, which is how tensor parallelism cuts it. So H and G come
+        from the projection, not from the config. Without shared heads this is (H, 3, K); GPT-2's is (3, H, K).
         """
-        qkv = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_width))
-        q_BTHK, k_BSHK, v_BSHK = qkv.unbind(dim=-2)
-        return q_BTHK.transpose(1, 2), k_BSHK.transpose(1, 2), v_BSHK.transpose(1, 2)
+        qkv = self.qkv(x_BTD).unflatten(-1, (-1, self.shared + 2, self.head_width))
+        q, k, v = qkv.split((self.shared, 1, 1), dim=-2)  # B, T, G, heads of the group, K
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.theta is not None:
+            if turns is None:
+                turns = rotation(torch.arange(x_BTD.shape[1], device=x_BTD.device), self.head_width, self.theta)
+            # What is rotated is a copy. A view of the values would keep all of `qkv` beside it until the backward pass.
+            q, k, v = rotate(q, turns), rotate(k, turns), v.clone()
+        q_BHTK, k_BGSK, v_BGSK = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
+        return q_BHTK, k_BGSK, v_BGSK

@@ -6,39 +6,42 @@ from ds_gpt.config import ModelConfig
 
 
 def block_parameters(config: ModelConfig) -> int:
-    """Parameters of one block: two norms, attention, feed-forward, all with biases."""
+    """Parameters of one block: two norms, attention, feed-forward."""
     width, hidden_width = config.width, config.hidden_width
-    norms = 2 * _layer_norm(width)
-    attention = _linear(width, 3 * width) + _linear(width, width)
-    feed_forward = _linear(width, hidden_width) + _linear(hidden_width, width)
-    return norms + attention + feed_forward
+    projected = (config.heads + 2 * config.key_heads) * config.head_width
+    attention = _linear(config, width, projected) + _linear(config, width, width)
+    feed_forward = (2 if config.ffn == "swiglu" else 1) * _linear(config, width, hidden_width) + _linear(config, hidden_width, width)
+    qk_norms = 2 * config.head_width if config.qk_norm else 0
+    return 2 * _norm(config) + attention + qk_norms + feed_forward
 
 
 def position_parameters(config: ModelConfig) -> int:
-    """Parameters of the learned positions."""
-    return config.context * config.width
+    """Parameters of the learned positions; rotary ones have none."""
+    return config.context * config.width if config.positions == "learned" else 0
 
 
 def parameters(config: ModelConfig) -> int:
-    """All parameters, the one that embedding and head share counted once."""
-    token_embedding = config.vocabulary * config.width
-    blocks = config.layers * block_parameters(config)
-    return token_embedding + position_parameters(config) + blocks + _layer_norm(config.width)
+    """All parameters; one that embedding and head share counts once."""
+    matrix = config.vocabulary * config.width
+    embedding_and_head = matrix if config.tied_head else 2 * matrix
+    return embedding_and_head + position_parameters(config) + config.layers * block_parameters(config) + _norm(config)
 
 
 def flops_per_token(config: ModelConfig, context: int | None = None) -> int:
-    """FLOPs that the model needs to train on one token, forward and backward: 6 N + 12 L D T.
+    """FLOPs that the model needs to train on one token, forward and backward: 6 N + 12 L D S.
 
-    The convention of PaLM (Chowdhery et al. 2022, appendix B) as nanoGPT applies it. N is every parameter but the
-    positions: those are added, not multiplied by, while the token embedding is also the head's matrix. A multiply-add
-    is 2 FLOPs, backward costs twice the forward. Attention counts all T x T scores: the causal half is not
-    subtracted. Recomputation under activation checkpointing is not counted, so MFU falls where it is on.
+    The convention of PaLM (Chowdhery et al. 2022, appendix B) as nanoGPT applies it. N is every parameter but those that
+    are looked up or added instead of multiplied by: positions, and the token embedding where it is not also the head's
+    matrix. A multiply-add is 2 FLOPs, backward costs twice the forward. S is what a token attends to: all T, the causal
+    half not subtracted, or the sliding window where that is less. Heads that share keys compute as many scores as
+    others. Recomputation under activation checkpointing is not counted, so MFU falls where it is on.
 
     `context` is the sequence length T in tokens; None means the model's own.
     """
     length = config.context if context is None else context
-    multiplied = parameters(config) - position_parameters(config)
-    return 6 * multiplied + 12 * config.layers * config.width * length
+    attended = length if config.sliding_window is None else min(length, config.sliding_window)
+    looked_up = position_parameters(config) + (0 if config.tied_head else config.vocabulary * config.width)
+    return 6 * (parameters(config) - looked_up) + 12 * config.layers * config.width * attended
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
@@ -49,9 +52,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float
     return tokens_per_s * flops_per_token / peak_flops
 
 
-def _linear(inputs: int, outputs: int) -> int:
-    return inputs * outputs + outputs
+def _linear(config: ModelConfig, inputs: int, outputs: int) -> int:
+    return inputs * outputs + outputs * config.bias
 
 
-def _layer_norm(width: int) -> int:
-    return 2 * width
+def _norm(config: ModelConfig) -> int:
+    return config.width * (2 if config.norm == "layernorm" and config.bias else 1)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2's architecture (Radford et al. 2019) and initialization."""
+"""A decoder-only transformer: GPT-2's architecture (Radford et al. 2019) and initialization, and what came after as options."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from torch import Tensor, nn
 
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.attention import CausalSelfAttention
+from ds_gpt.model.feed_forward import FeedForward
+from ds_gpt.model.positions import rotation
 
 INIT_STD = 0.02
 
-RunBlock = Callable[[nn.Module, Tensor], Tensor]
+RunBlock = Callable[..., Tensor]
 
 
-def run_block(block: nn.Module, x_BTD: Tensor) -> Tensor:
-    """Call `block`, and nothing else."""
-    return block(x_BTD)
+def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor) -> Tensor:
+    """Call `block`, and nothing else. `shared` is what all blocks read beside the stream."""
+    return block(x_BTD, *shared)
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang and Sennrich 2019), which neither centres nor shifts."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=config.norm_eps)
+    return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
 
 
 class Embedding(nn.Module):
-    """What each token is, plus where it stands. Positions are learned."""
+    """What each token is, plus where it stands if positions are learned."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """BT to BTD. Raises ValueError where T is more than the positions that were learned."""
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        """BT to BTD. `positions` are T or BT, 0 to T - 1 where there are none.
+
+        Raises ValueError where T is more than the positions that were learned.
+        """
+        x_BTD = self.tokens(tokens_BT)
+        if self.positions is None:
+            return self.dropout(x_BTD)
         length, context = tokens_BT.shape[1], self.positions.num_embeddings
         if length > context:
             raise ValueError(
                 f"{length} tokens were given to a model with {context} learned positions (model.context): "
                 f"pass at most {context}, or train with a longer context"
             )
+        if positions is None:
+            positions = torch.arange(length, device=tokens_BT.device)
         # Through the module, not its weight: ZeRO-3 gathers a parameter when the module that owns it is called.
-        positions_TD = self.positions(torch.arange(length, device=tokens_BT.device))
-        return self.dropout(self.tokens(tokens_BT) + positions_TD)
-
-
-class FeedForward(nn.Module):
-    """Two linear maps about a GELU, in the tanh form that GPT-2 was trained with."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, config.hidden_width)
-        self.gelu = nn.GELU(approximate="tanh")
-        self.down = nn.Linear(config.hidden_width, config.width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """BTD to BTD."""
-        h_BTF = self.gelu(self.up(x_BTD))
-        return self.down(h_BTF)
+        return self.dropout(x_BTD + self.positions(positions))
 
 
 class Block(nn.Module):
@@ -64,15 +65,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = norm_of(config)
         self.attention = CausalSelfAttention(config)
-        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.feed_forward_norm = norm_of(config)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """BTD to BTD."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None) -> Tensor:
+        """BTD to BTD; `turns` as in `CausalSelfAttention`."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), turns))
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
 
@@ -88,26 +89,41 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = norm_of(config)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        # Two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
+        # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
         # an empty tensor under ZeRO-3, which gathers for the module that is called.
-        self.head.weight = self.embedding.tokens.weight
+        if config.tied_head:
+            self.head.weight = self.embedding.tokens.weight
         self.run_block: RunBlock = run_block
         self.initialize()
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """BT token ids to logits, BTV. Raises ValueError where T is more than `config.context`."""
-        x_BTD = self.embedding(tokens_BT)
+    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None) -> Tensor:
+        """BT token ids to logits, BTV.
+
+        `positions` (int64, T or BT) say where the tokens stand, 0 to T - 1 where there are none: a shard of a sequence
+        begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
+        """
+        x_BTD = self.embedding(tokens_BT, positions)
+        shared = self.shared(tokens_BT, positions)
         for block in self.blocks:
-            x_BTD = self.run_block(block, x_BTD)
+            x_BTD = self.run_block(block, x_BTD, *shared)
         logits_BTV = self.head(self.norm(x_BTD))
         return logits_BTV
+
+    def shared(self, tokens_BT: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """What all blocks read beside the stream: the rotation of rotary positions, made once instead of in each block."""
+        if self.config.positions != "rotary":
+            return ()
+        if positions is None:
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return (rotation(positions, self.config.head_width, self.config.rope_theta),)
 
     def as_layers(self) -> list[nn.Module]:
         """The modules that `forward` chains, in order: embedding, blocks, final norm, head.
 
-        The first and the last share a parameter, `embedding.tokens.weight`.
+        Where the head is tied, the first and the last share a parameter, `embedding.tokens.weight`. A block called
+        with the stream alone takes its tokens to stand at 0 to T - 1.
         """
         return [self.embedding, *self.blocks, self.norm, self.head]
 

@@ -113,7 +113,7 @@ def _fitting_checkpoint(start: Start, composed: Composed, dataset: Dataset, rank
 def facts(composed: Composed, dataset: Dataset) -> dict[str, Any]:
     """What a checkpoint remembers of its run, to name what has changed when it is resumed."""
     run = composed.run.model_dump(mode="json")
-    run["model"]["ffn_width"] = composed.run.model.hidden_width
+    run["model"] |= {"ffn_width": composed.run.model.hidden_width, "kv_heads": composed.run.model.key_heads}
     known = environment(composed, dataset.digest)
     return {
         **run,

@@ -208,3 +208,31 @@ def test_inputs_are_not_changed_by_composing(bench) -> None:
     before: Any = repr((run, deepspeed))
     compose(run, deepspeed, A100)
     assert repr((run, deepspeed)) == before
+
+
+def test_options_of_the_model_are_off_by_default(bench) -> None:
+    model = bench.load().run.model
+    assert (model.positions, model.norm, model.ffn, model.bias, model.qk_norm, model.sliding_window, model.tied_head) == ("learned", "layernorm", "gelu", True, False, None, True)
+    assert model.key_heads == model.heads
+
+
+def test_swiglu_has_as_many_weights_as_gelu_had(bench) -> None:
+    """Three matrices of 8/3 x width instead of two of 4 x width, up to a multiple of 64."""
+    widths = {width: bench.load("model.ffn=swiglu", f"model.width={width}", "model.heads=8").run.model.hidden_width for width in (48, 192, 4096)}
+    assert widths == {48: 128, 192: 512, 4096: 10944}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 3), (8, 16), (12, 5)])
+def test_kv_heads_that_do_not_divide_get_a_suggestion_that_works(bench, heads: int, kv_heads: int) -> None:
+    problem = bench.problem("model.width=96", f"model.heads={heads}", f"model.kv_heads={kv_heads}")
+    suggested = int(problem.fix.rpartition(" ")[2])
+    assert heads % bench.load("model.width=96", f"model.heads={heads}", f"model.kv_heads={suggested}").run.model.key_heads == 0
+
+
+def test_rotation_needs_pairs_of_channels(bench) -> None:
+    assert "heads of 9 channels" in bench.problem("model.width=36", "model.heads=4", "model.positions=rotary").what
+    bench.load("model.width=36", "model.heads=4")
+
+
+def test_all_that_is_wrong_with_a_shape_is_said_at_once(bench) -> None:
+    assert len(bench.problems("model.width=30", "model.heads=4", "model.kv_heads=3")) == 2

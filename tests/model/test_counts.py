@@ -13,24 +13,43 @@ GPT2_124M = ModelConfig(layers=12, width=768, heads=12, context=1024, vocab_size
 GPT_1B = ModelConfig(layers=20, width=2048, heads=16, ffn_width=8192, context=2048, vocab_size=65)
 
 
-@pytest.mark.parametrize(
-    "layers, width, heads, ffn_width, context, vocab_size",
-    itertools.product([1, 3], [8, 24], [1, 4], ["auto", 20], [5, 16], [7, 65]),
-)
-def test_parameters_are_those_of_the_model(layers, width, heads, ffn_width, context, vocab_size):
+OPTIONS = {
+    "positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "kv_heads": 2, "bias": False, "qk_norm": True, "tied_head": False, "sliding_window": 3,
+}  # fmt: skip
+
+
+def shapes():
+    """GPT-2's at several sizes, then with each option alone, then with all."""
+    for sizes in itertools.product([1, 3], [8, 24], [1, 4], ["auto", 20], [5, 16], [7, 65]):
+        yield dict(zip(("layers", "width", "heads", "ffn_width", "context", "vocab_size"), sizes, strict=True))
+    small = {"layers": 2, "width": 24, "heads": 4, "context": 16, "vocab_size": 65}
+    for options in [*({key: value} for key, value in OPTIONS.items()), OPTIONS, OPTIONS | {"bias": True}]:
+        yield small | options
+
+
+@pytest.mark.parametrize("shape", shapes(), ids=str)
+def test_parameters_are_those_of_the_model(shape):
     from ds_gpt.model.gpt import GPT
 
-    config = ModelConfig(
-        layers=layers, width=width, heads=heads, ffn_width=ffn_width, context=context, vocab_size=vocab_size
-    )
+    config = ModelConfig(**shape)
     model = GPT(config)
+    positions = model.embedding.positions
     assert parameters(config) == sum(p.numel() for p in model.parameters())
     assert block_parameters(config) == sum(p.numel() for p in model.blocks[0].parameters())
-    assert position_parameters(config) == model.embedding.positions.weight.numel()
+    assert position_parameters(config) == (0 if positions is None else positions.weight.numel())
 
 
 def test_parameters_of_gpt2_124m_are_the_published_ones():
     assert parameters(GPT2_124M) == 124_439_808
+
+
+def test_parameters_of_llama_are_the_published_ones():
+    """Touvron et al. 2023, table 2, 6.7B; to the digit as counted from Meta's release."""
+    llama = ModelConfig(
+        layers=32, width=4096, heads=32, context=2048, ffn_width=11008, vocab_size=32000,
+        positions="rotary", norm="rmsnorm", ffn="swiglu", bias=False, tied_head=False,
+    )  # fmt: skip
+    assert parameters(llama) == 6_738_415_616
 
 
 def test_parameters_of_the_1b_model():
@@ -43,8 +62,9 @@ def test_flops_are_six_for_each_matrix_entry_and_twelve_for_attention():
     assert flops_per_token(GPT2_124M, context=256) == 6 * 123_653_376 + 113_246_208 // 4
 
 
+@pytest.mark.parametrize("options", [{}, OPTIONS | {"sliding_window": None}], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("length", [8, 32])
-def test_flops_agree_with_the_matmuls_that_pytorch_counts(length):
+def test_flops_agree_with_the_matmuls_that_pytorch_counts(length, options):
     """The convention adds only biases and norms to the matmuls, and PyTorch counts causal attention in full too."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -52,7 +72,7 @@ def test_flops_agree_with_the_matmuls_that_pytorch_counts(length):
 
     from ds_gpt.model.gpt import GPT
 
-    config = ModelConfig(layers=2, width=64, heads=4, context=32, vocab_size=65)
+    config = ModelConfig(**({"layers": 2, "width": 64, "heads": 4, "context": 32, "vocab_size": 65} | options))
     model = GPT(config)
     tokens = torch.zeros(1, length, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -60,6 +80,12 @@ def test_flops_agree_with_the_matmuls_that_pytorch_counts(length):
     biases_and_norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     counted = counter.get_total_flops() / length
     assert flops_per_token(config, context=length) - 6 * biases_and_norms == counted
+
+
+def test_a_sliding_window_bounds_the_attention_flops():
+    config = GPT2_124M.model_copy(update={"sliding_window": 256})
+    assert flops_per_token(config) == 6 * 123_653_376 + 113_246_208 // 4
+    assert flops_per_token(config, context=128) == flops_per_token(GPT2_124M, context=128)
 
 
 def test_mfu_is_a_share_of_the_peak():

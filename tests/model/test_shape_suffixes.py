@@ -13,7 +13,8 @@ from ds_gpt.config import ModelConfig
 from ds_gpt.model.gpt import GPT
 
 # All differ but S, which is T where a sequence attends to itself.
-SIZES = {"B": 2, "T": 5, "S": 5, "D": 12, "H": 3, "K": 4, "F": 7, "V": 11}
+SIZES = {"B": 2, "T": 5, "S": 5, "D": 24, "H": 6, "G": 3, "K": 4, "F": 7, "V": 11}
+OPTIONS = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "qk_norm": True, "tied_head": False}
 SUFFIX = re.compile(r"_([BTSDHGKFVR]+)$")
 MODEL_FILES = frozenset(str(path) for path in Path(ds_gpt.model.__file__).parent.glob("*.py"))
 
@@ -21,7 +22,8 @@ MODEL_FILES = frozenset(str(path) for path in Path(ds_gpt.model.__file__).parent
 class Suffixes:
     """What the watched code called its tensors, and where that was wrong."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: dict[str, int]) -> None:
+        self.sizes = sizes
         self.seen: set[str] = set()
         self.wrong: set[str] = set()
 
@@ -30,14 +32,14 @@ class Suffixes:
             match = SUFFIX.search(name)
             if match and isinstance(value, torch.Tensor):
                 self.seen.add(name)
-                if tuple(value.shape) != tuple(SIZES[letter] for letter in match[1]):
+                if tuple(value.shape) != tuple(self.sizes[letter] for letter in match[1]):
                     self.wrong.add(f"{frame.f_code.co_qualname}: {name} is {tuple(value.shape)}")
 
 
 @contextmanager
-def watching(files):
+def watching(files, sizes=SIZES):
     """Check the locals of every function in `files` at every line it runs and where it returns."""
-    suffixes = Suffixes()
+    suffixes = Suffixes(sizes)
 
     def on_line(frame, event, argument):
         if event in ("line", "return"):
@@ -60,17 +62,21 @@ def test_sizes_tell_dimensions_apart():
     assert len(set(sizes)) == len(sizes) and SIZES["D"] == SIZES["H"] * SIZES["K"]
 
 
-def test_every_suffix_in_the_model_is_right():
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kv_heads", ["auto", SIZES["G"]])
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["gpt2", "modern"])
+def test_every_suffix_in_the_model_is_right(options, kv_heads, window):
     config = ModelConfig(
-        layers=2, width=SIZES["D"], heads=SIZES["H"], context=9, ffn_width=SIZES["F"], vocab_size=SIZES["V"]
-    )
+        layers=2, width=SIZES["D"], heads=SIZES["H"], context=9, ffn_width=SIZES["F"], vocab_size=SIZES["V"],
+        kv_heads=kv_heads, sliding_window=window, **options,
+    )  # fmt: skip
     model = GPT(config)
     model.save_attention = True
-    with watching(MODEL_FILES) as suffixes:
+    with watching(MODEL_FILES, SIZES | {"G": config.key_heads}) as suffixes:
         model(torch.zeros(SIZES["B"], SIZES["T"], dtype=torch.long))
     assert suffixes.wrong == set()
-    assert suffixes.seen >= {"tokens_BT", "positions_TD", "x_BTD", "q_BTHK", "q_BHTK", "k_BSHK", "v_BHSK",
-                             "scores_BHTS", "future_TS", "y_BHTK", "h_BTF", "logits_BTV"}  # fmt: skip
+    assert suffixes.seen >= {"tokens_BT", "x_BTD", "q_BHTK", "k_BGSK", "v_BGSK", "k_BHSK", "scores_BHTS", "distance_TS",
+                             "seen_TS", "y_BHTK", "h_BTF", "logits_BTV"}  # fmt: skip
 
 
 def wrong_order(x_BTD):
@@ -91,9 +97,9 @@ def too_few(x_BT):
     "function, shape, wrong",
     [
         (wrong_order, "BTD", None),
-        (wrong_order, "BDT", "wrong_order: x_BTD is (2, 12, 5)"),
-        (wrong_for_one_line, "BTD", "wrong_for_one_line: x_BTD is (5, 12)"),
-        (too_few, "BTD", "too_few: x_BT is (2, 5, 12)"),
+        (wrong_order, "BDT", "wrong_order: x_BTD is (2, 24, 5)"),
+        (wrong_for_one_line, "BTD", "wrong_for_one_line: x_BTD is (5, 24)"),
+        (too_few, "BTD", "too_few: x_BT is (2, 5, 24)"),
     ],
 )
 def test_a_wrong_suffix_is_caught(function, shape, wrong):
