@@ -34,6 +34,12 @@ class Dataset:
     tokenizer: Tokenizer
     digest: str  # sha256 (hex) of the tokens and the tokenizer: equal digests are equal data
 
+    @classmethod
+    def cut(cls, tokens: np.ndarray, val_fraction: float, tokenizer: Tokenizer, digest: str) -> Dataset:
+        """One array, [N], split in two at one position: the last tokens are validated on."""
+        position = int(len(tokens) * (1 - val_fraction))
+        return cls(Split.of(tokens[:position]), Split.of(tokens[position:]), tokenizer, digest)
+
 
 def prepare(data: DataConfig, seed: int) -> Dataset:
     """The tokens that `data` describes: prepared corpora as they are, others from the cache folder, where the first
@@ -153,8 +159,7 @@ def _read(path: Path, val_fraction: float) -> Dataset | None:
     digest = _digest(tokens, tokenizer)
     if digest != description.get("digest"):
         return None
-    split = int(len(tokens) * (1 - val_fraction))
-    return Dataset(Split.of(tokens[:split]), Split.of(tokens[split:]), tokenizer, digest)
+    return Dataset.cut(tokens, val_fraction, tokenizer, digest)
 
 
 def _digest(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
