@@ -137,6 +137,7 @@ class LossConfig(Section):
     """Cross-entropy."""
 
     label_smoothing: Fraction = 0.0
+    chunk_tokens: PositiveInt | Auto = "auto"  # whose logits exist at a time; auto: as many as have 2^27 logits
 
 
 class TrainingConfig(Section):
@@ -216,6 +217,11 @@ class RunConfig(Section):
     def decay_steps(self) -> int:
         """Step at which the schedule reaches its minimum."""
         return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
+
+    @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens whose logits exist at a time: by default half a GiB of them in fp32, which keeps a GPU busy."""
+        return max(1, 2**27 // self.model.vocabulary) if self.loss.chunk_tokens == "auto" else self.loss.chunk_tokens
 
     @property
     def log_every(self) -> int:

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
-from ds_gpt.learning.loss import cross_entropy_sum
+from ds_gpt.learning.loss import linear_cross_entropy_sum
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT
 
@@ -148,10 +149,11 @@ class Engine:
 
     def _loss(self, inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss summed over the counted tokens, and how many those are."""
-        smoothing = self.composed.run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
+        run = self.composed.run
+        smoothing = run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
+        loss = partial(linear_cross_entropy_sum, targets=targets_BT, label_smoothing=smoothing, chunk_tokens=run.loss_chunk_tokens)
         with self._forward_timer:
-            logits_BTV = self.deepspeed(inputs_BT, documents_BT=documents_BT)
-        return cross_entropy_sum(logits_BTV, targets_BT, label_smoothing=smoothing)
+            return self.deepspeed(inputs_BT, loss=loss, documents_BT=documents_BT)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,3 +32,67 @@ def cross_entropy_sum(
         uniform_sum = -log_probs.mean(dim=-1).masked_fill(~counted, 0).sum()
         loss_sum = (1 - label_smoothing) * loss_sum + label_smoothing * uniform_sum
     return loss_sum, counted.sum()
+
+
+def linear_cross_entropy_sum(
+    x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float = 0.0, chunk_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_sum` of the logits x @ weight.T, of which only `chunk_tokens` rows exist at a time.
+
+    `x` are (..., D), `weight` (V, D), `targets` (...). Logits, log-probabilities and their gradients are the largest
+    tensors of a model with a large vocabulary. Here each chunk's gradient is taken in the forward pass, right after
+    its loss, so that nothing is computed twice: what waits for the backward pass is the gradient of `x`, as large as
+    `x`, and that of `weight`, in fp32. The arithmetic is that of the whole, in another order of summation.
+
+    In one chunk, or with None, the logits go through autograd as usual.
+    """
+    rows = targets.numel()
+    if chunk_tokens is None or rows <= chunk_tokens:
+        return cross_entropy_sum(F.linear(x, weight), targets, label_smoothing)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _ChunkedLoss.apply(x, weight, targets, label_smoothing, chunk_tokens)
+    sums = [
+        cross_entropy_sum(F.linear(chunk, weight), wanted, label_smoothing)
+        for chunk, wanted in zip(x.flatten(end_dim=-2).split(chunk_tokens), targets.flatten().split(chunk_tokens), strict=True)
+    ]
+    return torch.stack([loss for loss, _ in sums]).sum(), torch.stack([counted for _, counted in sums]).sum()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss by chunks, its gradients made along with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        rows, targets = x.detach().flatten(end_dim=-2), targets.flatten()
+        x_gradient = torch.empty_like(rows)
+        # fp32, because the backward pass multiplies it by fp16's loss scale and divides it by the tokens: a sum over
+        # all tokens may be beyond what fp16 holds, and many small ones added up beyond what bf16 tells apart.
+        trained = ctx.needs_input_grad[1]
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        loss_sum = torch.zeros((), dtype=torch.float32, device=x.device)
+        leaf = weight.detach().requires_grad_(trained)
+        for start in range(0, len(rows), chunk_tokens):
+            chunk = rows[start : start + chunk_tokens].requires_grad_()
+            with torch.enable_grad():
+                loss, _ = cross_entropy_sum(F.linear(chunk, leaf), targets[start : start + chunk_tokens], label_smoothing)
+            gradients = torch.autograd.grad(loss, (chunk, leaf) if trained else (chunk,))
+            x_gradient[start : start + chunk_tokens] = gradients[0]
+            if trained:
+                weight_gradient += gradients[1]
+            loss_sum += loss.detach()
+            del loss, gradients  # before the next chunk's are made
+        ctx.save_for_backward(x_gradient.view_as(x), weight_gradient)
+        ctx.weight_dtype = weight.dtype
+        counted = (targets != IGNORE_INDEX).sum()
+        ctx.mark_non_differentiable(counted)
+        return loss_sum, counted
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        # In place, to need no memory; a second backward pass over the same loss is an error of autograd's then.
+        x_gradient, weight_gradient = ctx.saved_tensors
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.mul_(factor).to(ctx.weight_dtype)
+        return x_gradient.mul_(factor), weight_gradient, None, None, None

@@ -17,6 +17,7 @@ from ds_gpt.model.positions import rotation
 INIT_STD = 0.02
 
 RunBlock = Callable[..., Tensor]
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor | None) -> Tensor:
@@ -77,6 +78,17 @@ class Block(nn.Module):
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
 
+class Head(nn.Linear):
+    """The last linear map: from the normalized stream to logits, or straight to a loss that need not form them all.
+
+    The loss is called in here, where ZeRO-3 has gathered the weight.
+    """
+
+    def forward(self, x_BTD: Tensor, loss: Loss | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """BTD to logits, BTV; or what `loss` makes of x_BTD and the weight, VD."""
+        return super().forward(x_BTD) if loss is None else loss(x_BTD, self.weight)
+
+
 class GPT(nn.Module):
     """Tokens to logits.
 
@@ -90,7 +102,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm_of(config)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head = Head(config.width, config.vocabulary, bias=False)
         # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
         # an empty tensor under ZeRO-3, which gathers for the module that is called.
         if config.tied_head:
@@ -98,8 +110,10 @@ class GPT(nn.Module):
         self.run_block: RunBlock = run_block
         self.initialize()
 
-    def forward(self, tokens_BT: Tensor, positions: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """BT token ids to logits, BTV.
+    def forward(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None, documents_BT: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """BT token ids to logits, BTV; or to what `loss` makes of the last hidden states and the head's weight.
 
         `positions` (int64, T or BT) say where the tokens stand, 0 to T - 1 where there are none: a shard of a sequence
         begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
@@ -109,8 +123,7 @@ class GPT(nn.Module):
         shared = self.shared(tokens_BT, positions, documents_BT)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, *shared)
-        logits_BTV = self.head(self.norm(x_BTD))
-        return logits_BTV
+        return self.head(self.norm(x_BTD), loss)
 
     def shared(self, tokens_BT: Tensor, positions: Tensor | None, documents_BT: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """What all blocks read beside the stream, made once instead of in each: the rotation of rotary positions, and

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_gpt.learning.loss import IGNORE_INDEX, cross_entropy_sum
+from ds_gpt.learning.loss import IGNORE_INDEX, cross_entropy_sum, linear_cross_entropy_sum
 
 
 @pytest.fixture
@@ -102,3 +103,117 @@ def test_one_large_fp32_tensor_is_kept_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         cross_entropy_sum(logits, torch.zeros(2, 512, dtype=torch.long), label_smoothing=0.1)
     assert list(saved.values()) == [torch.float32]
+
+
+def hidden(rows: int = 60, vocabulary: int = 501, dtype: torch.dtype = torch.float32):
+    """Hidden states (3, rows / 3, 16), a head's weight, and targets of which a third do not count."""
+    torch.manual_seed(0)
+    x = torch.randn(3, rows // 3, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, 16, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocabulary, (3, rows // 3))
+    targets[1] = IGNORE_INDEX
+    return x, weight, targets
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 59])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_by_chunks_loss_and_gradients_are_those_of_the_whole(smoothing, chunk_tokens):
+    x, weight, targets = hidden()
+    loss, counted = linear_cross_entropy_sum(x, weight, targets, smoothing, chunk_tokens)
+    assert counted.item() == 40 and counted.dtype == torch.int64 and loss.dtype == torch.float32
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = torch_sum(F.linear(*exact), targets, label_smoothing=smoothing)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = zip(torch.autograd.grad(loss / 7, (x, weight)), torch.autograd.grad(expected / 7, exact), strict=True)
+    assert max(distance(*pair) for pair in gradients) < 1e-6
+    with torch.no_grad():
+        assert [value.item() for value in linear_cross_entropy_sum(x, weight, targets, smoothing, chunk_tokens)] == pytest.approx([expected.item(), 40], rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 60, 1000])
+def test_one_chunk_is_the_plain_loss_bit_for_bit(chunk_tokens):
+    x, weight, targets = hidden()
+    for found, expected in zip(
+        linear_cross_entropy_sum(x, weight, targets, 0.1, chunk_tokens), cross_entropy_sum(F.linear(x, weight), targets, 0.1), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_by_chunks_ignored_tokens_get_no_gradient_and_nothing_counted_is_zero():
+    x, weight, targets = hidden()
+    linear_cross_entropy_sum(x, weight, targets, 0.1, 7)[0].backward()
+    assert torch.equal(x.grad.ne(0).any(dim=-1), targets != IGNORE_INDEX)
+    loss, counted = linear_cross_entropy_sum(x, weight, torch.full_like(targets, IGNORE_INDEX), 0.1, 7)
+    assert loss.item() == 0 and counted.item() == 0
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, (x, weight)))
+
+
+def test_by_chunks_a_frozen_head_costs_no_gradient():
+    x, weight, targets = hidden()
+    expected = torch.autograd.grad(linear_cross_entropy_sum(x, weight, targets, 0.0, 7)[0], x)[0]
+    loss, _ = linear_cross_entropy_sum(x, weight.detach(), targets, 0.0, 7)
+    loss.backward()
+    assert torch.equal(x.grad, expected) and weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_by_chunks_half_precision_is_no_worse_than_the_whole(dtype):
+    """The gradient of the head's weight: rounded once, after it was summed in fp32, and scaled as fp16 training scales it."""
+    x, weight, targets = hidden(rows=1200, dtype=dtype)
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, weight)]
+    expected = torch.autograd.grad(torch_sum(F.linear(*exact), targets) * 8 / 1200, exact)
+    plain, chunked = (
+        torch.autograd.grad(linear_cross_entropy_sum(x, weight, targets, 0.0, chunk)[0] * 8 / 1200, (x, weight)) for chunk in (None, 50)
+    )
+    for exactly, whole, parts in zip(expected, plain, chunked, strict=True):
+        assert parts.dtype == dtype
+        assert distance(parts.float(), exactly) < 1.3 * distance(whole.float(), exactly)
+
+
+def test_by_chunks_a_sum_beyond_fp16_is_no_overflow():
+    """8,192 times the same token: the gradient's sum is beyond 65,504, its mean is not."""
+    x = torch.full((8192, 4), 16.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.zeros(65, 4, dtype=torch.float16, requires_grad=True)
+    loss, _ = linear_cross_entropy_sum(x, weight, torch.zeros(8192, dtype=torch.long), 0.0, 512)
+    (gradient,) = torch.autograd.grad(loss / 8192, weight)
+    torch.testing.assert_close(gradient[0].float(), torch.full((4,), -16 * 64 / 65), rtol=1e-3, atol=0)
+
+
+def test_a_second_backward_pass_is_an_error_and_not_twice_the_gradient():
+    x, weight, targets = hidden()
+    loss, _ = linear_cross_entropy_sum(x, weight, targets, 0.0, 7)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            self.elements = max(self.elements, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_by_chunks_no_tensor_is_as_large_as_all_logits(grad):
+    x, weight, targets = hidden(rows=300)
+    largest = {}
+    for chunk_tokens in (None, 20):
+        with torch.set_grad_enabled(grad), Largest() as seen:
+            loss, _ = linear_cross_entropy_sum(x, weight, targets, 0.1, chunk_tokens)
+            if grad:
+                loss.backward()
+        largest[chunk_tokens] = seen.elements
+    assert largest == {None: 300 * 501, 20: 20 * 501}

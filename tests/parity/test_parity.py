@@ -25,6 +25,13 @@ CLIP = {"adamw": 0.75, "sgd": 0.55}
 # fp32 sums taken in another order, by other ranks, micro-steps and flat buffers, over 20 steps.
 FP32_TOLERANCE = 1e-5
 
+# Options of the model and of the loss. Every micro-batch here has more tokens than a chunk, and not a multiple of it.
+CHUNKED = ("loss.chunk_tokens=15",)
+MODERN = (
+    "model.positions=rotary", "model.norm=rmsnorm", "model.ffn=swiglu", "model.kv_heads=2", "model.bias=false", "model.qk_norm=true",
+    "model.tied_head=false", "model.sliding_window=7",
+)  # fmt: skip
+
 Curve = list[tuple[float, float]]
 
 
@@ -35,9 +42,9 @@ def overrides(optimizer: str, accumulation: int, checkpointing: str | None) -> l
 
 
 @functools.cache
-def reference(optimizer: str) -> Curve:
+def reference(optimizer: str, options: tuple[str, ...] = ()) -> Curve:
     """The curve in plain PyTorch, fp32."""
-    composed = tiny("zero0", 1, overrides(optimizer, 1, None))
+    composed = tiny("zero0", 1, [*overrides(optimizer, 1, None), *options])
     run = composed.run
     torch.manual_seed(run.seed)
     model = GPT(run.model)
@@ -107,10 +114,18 @@ def test_selective_checkpointing_reproduces_plain_pytorch() -> None:
         assert worst(curve, reference("adamw")) < FP32_TOLERANCE
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_chunked_loss_and_the_models_options_reproduce_plain_pytorch(stage: int) -> None:
+    cases = [("adamw", 4, "full", CHUNKED), ("sgd", 1, None, MODERN), ("sgd", 4, "selective", MODERN + CHUNKED)]
+    found = curves(2, f"zero{stage}", [[*overrides(*case[:3]), *case[3]] for case in cases], [case[0] for case in cases])
+    differences = {case: worst(curve, reference(case[0], case[3])) for case, curve in zip(cases, found, strict=True)}
+    assert max(differences.values()) < FP32_TOLERANCE, differences
+
+
 @functools.cache
-def mixed_reference(optimizer: str, dtype: torch.dtype) -> Curve:
+def mixed_reference(optimizer: str, dtype: torch.dtype, options: tuple[str, ...] = ()) -> Curve:
     """Mixed precision in plain PyTorch: master weights, gradients' sum and optimizer in fp32, the model in `dtype`."""
-    composed = tiny("zero0", 1, overrides(optimizer, 1, None))
+    composed = tiny("zero0", 1, [*overrides(optimizer, 1, None), *options])
     run = composed.run
     torch.manual_seed(run.seed)
     model = GPT(run.model).to(dtype)
@@ -165,3 +180,14 @@ def test_fp16_reproduces_plain_pytorch(stage: int) -> None:
     found = curves(2, "fp16", [[*overrides(*case), f"zero_optimization.stage={stage}", "fp16.initial_scale_power=10"] for case in cases], [case[0] for case in cases])
     for case, curve in zip(cases, found, strict=True):
         assert_mixed_close(curve, mixed_reference(case[0], torch.float16), "fp16")
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 2), ("fp16", 3)])
+def test_chunked_loss_and_the_models_options_in_mixed_precision(precision: str, stage: int) -> None:
+    settings = [*overrides("sgd", 2, "full"), f"zero_optimization.stage={stage}"]
+    settings += ["bf16.enabled=true"] if precision == "bf16" else ["fp16.initial_scale_power=10"]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    cases = [CHUNKED, MODERN + CHUNKED]
+    found = curves(2, "fp16" if precision == "fp16" else "zero1", [[*settings, *options] for options in cases], ["sgd"] * 2)
+    for options, curve in zip(cases, found, strict=True):
+        assert_mixed_close(curve, mixed_reference("sgd", dtype, options), precision)
