@@ -102,13 +102,14 @@ class _Stream:
     """The bytes of a span as its text needs them: uncompressed, from the first line that begins in it to the last."""
 
     def __init__(self, raw: IO[bytes], span: Span, longest_line: int, advance: Advance) -> None:
-        self._raw, self._advance, self._told = raw, advance, span.first
+        self._raw, self._advance = raw, advance
         self.file = _uncompressed(raw, span.source)
         self._compressed = self.file is not raw
         self.place, self._last = 0, span.last
         if not self._compressed:
             self.place, self._last = (_line_start(raw, place, longest_line) for place in (span.first, span.last))
             raw.seek(self.place)
+        self._told = self.place
 
     @property
     def left(self) -> int:
