@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("--bpe-sample-mib", type=int, default=256, metavar="N", help="text that a bpe is trained on, from all over the corpus (default: 256)")
     parser.add_argument("--val-fraction", type=float, default=0.01, metavar="F", help="share of the documents to validate on (default: 0.01)")
     parser.add_argument("--field", default="text", metavar="NAME", help="the text of a JSONL record or Parquet row (default: text)")
+    parser.add_argument("--document-separator", metavar="TEXT", help="what stands between the documents of a text file, for example '<|endoftext|>' (default: a file is one document, cut at line ends where it is long)")
     parser.add_argument("--hf-config", metavar="NAME", help="configuration of the data set, for example sample-10BT")
     parser.add_argument("--hf-split", default="train", metavar="NAME", help="its split (default: train)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="how many tokenize at a time (default: one a core)")
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         bpe_vocab_size=options.bpe_vocab_size,
         bpe_sample_bytes=options.bpe_sample_mib << 20,
         val_fraction=options.val_fraction,
-        reading=Reading(options.field, options.hf_config, options.hf_split),
+        reading=Reading(options.field, options.document_separator, options.hf_config, options.hf_split),
     )
     with _Bar() as bar:
         corpus = prepare_corpus(out, options.sources, settings, options.processes, bar.show)
@@ -71,6 +72,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(Problem("--verify and sources exclude each other, and one is needed", fix="give sources to prepare, or --verify alone"))
     if not 0 < options.val_fraction < 1:
         problems.append(Problem(f"--val-fraction {options.val_fraction} is not between 0 and 1", fix="for example 0.01"))
+    if options.document_separator == "":
+        problems.append(Problem("--document-separator is empty", fix="give a text, or leave it out"))
     if options.bpe_vocab_size < 257:
         problems.append(Problem(f"--bpe-vocab-size {options.bpe_vocab_size} is below 257", "the 256 bytes and end of text are ids already", "for example 8192"))
     problems += [

@@ -42,6 +42,7 @@ class Reading:
     """How sources are read: which field of a record is the text, and which part of a data set of Hugging Face."""
 
     field: str = "text"
+    separator: str | None = None  # what stands between the documents of a text file; None: a file is one, cut if it is long
     hf_config: str | None = None
     hf_split: str = "train"
 
@@ -50,7 +51,7 @@ def spans(sources: Sequence[str], reading: Reading, span_bytes: int = SPAN_BYTES
     """What lies in `sources`, paths of files and hf:NAME, in order. Reads no text. Raises ConfigError.
 
     A file whose lines can be found from anywhere in it is cut after every `span_bytes`, a Parquet file between row
-    groups; a compressed file and a part of a data set are whole.
+    groups; a compressed file, a text with separators, and a part of a data set are whole.
     """
     found: list[Span] = []
     for source in sources:
@@ -60,7 +61,8 @@ def spans(sources: Sequence[str], reading: Reading, span_bytes: int = SPAN_BYTES
             found += _row_groups(source, reading, span_bytes)
         else:
             size = os.path.getsize(source)
-            step = size if source.endswith(_COMPRESSED) else span_bytes
+            whole = source.endswith(_COMPRESSED) or (reading.separator is not None and not _has_lines(source))
+            step = size if whole else span_bytes
             cuts = [(first, min(first + step, size)) for first in range(0, size, step or 1)]
             found += [Span(source, first, last, last - first) for first, last in cuts]
     return found
@@ -72,20 +74,22 @@ def documents(span: Span, reading: Reading, advance: Advance = lambda n_bytes: N
         found = _of_data_set(span, reading)
     elif span.source.endswith(".parquet"):
         found = _of_parquet(span, reading, advance)
-    elif _plain_name(span.source).endswith(_LINES):
+    elif _has_lines(span.source):
         found = _of_lines(span, reading, advance)
-    else:
+    elif reading.separator is None:
         found = _of_text(span, advance)
+    else:
+        found = _separated(_of_text(span, advance), reading.separator)
     try:
         yield from (text for text in found if text and not text.isspace())
     except OSError as error:  # also where a compressed file is damaged
         raise _unreadable(span.source, f"cannot be read: {error}") from error
 
 
-def _plain_name(source: str) -> str:
-    """The name of a file without the ending of its compression."""
+def _has_lines(source: str) -> bool:
+    """Whether each line is a record of its own, whatever the compression."""
     path = Path(source)
-    return path.stem if path.suffix in _COMPRESSED else path.name
+    return (path.stem if path.suffix in _COMPRESSED else path.name).endswith(_LINES)
 
 
 def _uncompressed(raw: IO[bytes], source: str) -> Any:
@@ -151,6 +155,19 @@ def _of_text(span: Span, advance: Advance) -> Iterator[str]:
             kept = content[whole:]
         if kept:
             yield _decoded(kept, span.source, stream.place - len(kept))
+
+
+def _separated(texts: Iterator[str], separator: str) -> Iterator[str]:
+    """A text that comes in pieces, parted at every `separator`; memory grows with the longest document."""
+    begun: list[str] = []
+    for text in texts:
+        if begun and separator not in begun[-1][-len(separator) :] + text:  # it may have been cut in two
+            begun.append(text)
+            continue
+        *whole, rest = "".join([*begun, text]).split(separator)
+        yield from whole
+        begun = [rest]
+    yield "".join(begun)
 
 
 def _begun(content: bytes) -> int:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ def prepare_corpus(folder: Path, sources: Sequence[str], settings: Settings, pro
         ConfigError: a source that cannot be read, a folder that holds something else or is being prepared already.
     """
     with _claimed(folder):
+        for left_over in folder.glob("*/.*.tmp"):  # by a preparation that was killed
+            left_over.unlink()
         plan = _planned(folder, _resolved(sources), settings)
         pieces = [[Span(*span) for span in piece] for piece in plan["pieces"]]
         total = sum(span.n_bytes for piece in pieces for span in piece)
@@ -135,7 +137,7 @@ def _planned(folder: Path, sources: list[str], settings: Settings) -> dict[str, 
     try:
         plan = json.loads((folder / PLAN).read_bytes())
     except FileNotFoundError:
-        plan = {**stated, "pieces": _grouped(spans(sources, settings.reading))}
+        plan = {**stated, "pieces": _grouped(spans(sources, settings.reading, SPAN_BYTES))}
         with replacing(folder / PLAN) as temporary:
             temporary.write_text(json.dumps(plan) + "\n", encoding="utf-8")
         plan = json.loads((folder / PLAN).read_bytes())
@@ -189,11 +191,16 @@ def _characters(work: Work, numbered: tuple[int, Sequence[Span]], counters: Coun
     return "".join(known)
 
 
+@lru_cache(maxsize=1)
+def _loaded(path: Path) -> Tokenizer:
+    return load_tokenizer(path)
+
+
 def _build(work: Work, numbered: tuple[int, Sequence[Span]], counters: Counters) -> dict[str, Shard]:
     """The shards of a piece, made unless they are there and intact."""
     number, piece = numbered
     paths = {split: work.folder / split / f"{number:06d}.tokens" for split in SPLITS}
-    tokenizer = load_tokenizer(work.folder / TOKENIZER)
+    tokenizer = _loaded(work.folder / TOKENIZER)
     if all(path.exists() for path in paths.values()):
         found = {split: Shard.open(path, tokenizer.identity) for split, path in paths.items()}
         for shard in found.values():

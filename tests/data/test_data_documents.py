@@ -69,6 +69,17 @@ def test_a_short_text_is_one_document(tmp_path):
     assert read(tmp_path / "a") == ["\ufeffä\r\nb"] and read(tmp_path / "empty.txt") == []
 
 
+@pytest.mark.parametrize("ending, compress", COMPRESSED)
+@pytest.mark.parametrize("separator", ["|", "<|endoftext|>", "\n\n"])
+def test_a_text_is_parted_at_its_separators(tmp_path, monkeypatch, ending, compress, separator):
+    texts = ["a" * n + "é\n!" for n in range(1, 150, 7)]
+    for text_bytes in (3, 20, 10**6):
+        monkeypatch.setattr(module, "_TEXT_BYTES", text_bytes)
+        path = tmp_path / f"{text_bytes}.txt{ending}"
+        path.write_bytes(compress(separator.join([*texts, ""]).encode()))
+        assert read(path, 10, Reading(separator=separator)) == texts
+
+
 @pytest.mark.parametrize("rows", [1, 2, 100])
 def test_parquet(tmp_path, rows):
     path = tmp_path / "a.parquet"
