@@ -159,15 +159,11 @@ def _of_text(span: Span, advance: Advance) -> Iterator[str]:
 
 def _separated(texts: Iterator[str], separator: str) -> Iterator[str]:
     """A text that comes in pieces, parted at every `separator`; memory grows with the longest document."""
-    begun: list[str] = []
+    rest = ""
     for text in texts:
-        if begun and separator not in begun[-1][-len(separator) :] + text:  # it may have been cut in two
-            begun.append(text)
-            continue
-        *whole, rest = "".join([*begun, text]).split(separator)
+        *whole, rest = (rest + text).split(separator)
         yield from whole
-        begun = [rest]
-    yield "".join(begun)
+    yield rest
 
 
 def _begun(content: bytes) -> int:

@@ -75,6 +75,7 @@ def each(
     context = multiprocessing.get_context("spawn")  # not fork: tokenizers and pyarrow have threads
     shared = context.Array("q", 4)
     processes = min(processes, len(items))
+    report(Counts())
     if processes <= 1:
         return _here(function, items, shared, report)
     executor = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(shared,))
