@@ -17,7 +17,7 @@ from typing import IO, Any
 from ds_gpt.config import ConfigError, Problem
 
 HUGGING_FACE = "hf:"
-SPAN_BYTES = 1 << 26
+SPAN_BYTES = 1 << 25
 _TEXT_BYTES = 1 << 16  # a text file longer than this is cut at line ends into documents of this length
 _LONGEST_LINE = 1 << 30
 _ROWS = 256  # of a Parquet file, read at a time
