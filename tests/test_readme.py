@@ -65,18 +65,12 @@ def test_training_commands_run(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_0000004"
 
 
-@pytest.fixture(scope="module")
-def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stands for ``shards/``, which one command fills and the next reads."""
-    return tmp_path_factory.mktemp("shards")
-
-
 @pytest.mark.parametrize("command", [command for command in OTHERS if "python -m benchmarks" not in command])
-def test_other_commands_run(command: str, tmp_path: Path, prepared_folder: Path) -> None:
+def test_other_commands_run(command: str, tmp_path: Path) -> None:
     if "runs/quickstart" in command:  # the run that the README's first command leaves
         _run(_small_run(f"{sys.executable} ds_gpt/train.py", tmp_path), deadline_s=120)
         command = command.replace("runs/quickstart", str(tmp_path / "run"))
-    command = command.replace("shards/", f"{prepared_folder}/")
+    command = command.replace("shards/", f"{tmp_path}/")
     assert _run(shlex.split(command), deadline_s=60).strip()
 
 

@@ -65,6 +65,8 @@ def write_manifest(path: Path, tokenizer: Tokenizer, shards: dict[str, Sequence[
 
 def open_prepared(path: Path) -> PreparedCorpus:
     """Open a prepared corpus; some 30 microseconds a shard. Raises ConfigError naming what is damaged, foreign or missing."""
+    if not is_prepared(path):
+        raise ConfigError(Problem(f"'{path}' is not a folder that ds-gpt prepare made", "it has no plan and no list of shards", "check the path"))
     if not (path / MANIFEST).is_file():
         raise ConfigError(
             Problem(f"the corpus '{path}' is not fully prepared", "ds-gpt prepare was interrupted", "run the same ds-gpt prepare again: it goes on from there")

@@ -52,6 +52,11 @@ def test_a_run_on_a_mixture_of_shards(prepared: Path, tiny: list[str]) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_what_was_never_prepared_is_not_verified(tmp_path: Path) -> None:
+    ended = ran(tmp_path, *DS_GPT, "prepare", "out", "--verify")
+    assert ended.status == 2 and "'out' is not a folder that ds-gpt prepare made" in ended.err
+
+
 def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
     ended = ran(tmp_path, *DS_GPT, "prepare", "out", "nothing*.txt", "--val-fraction", 2, "--processes", 0, "--bpe-vocab-size", 9)
     assert ended.status == 2 and not (tmp_path / "out").exists()
