@@ -84,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
         start = make_start(options.run_dir, options.resume, composed, dataset)
         claim = RunFolder(start.folder).claim()  # noqa: F841  held until this process ends
         console = Console(composed.run.training.steps)
-        console.summary(composed, str(start.folder), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
+        console.summary(composed, str(start.folder), f"{composed.run.data.title}: {len(dataset.train) + len(dataset.val):,} tokens, {len(dataset.train):,} to train on")
     ranks.connect()
     check_same_tokens(dataset, composed, ranks)
     start = ranks.agree(start)
@@ -108,11 +108,9 @@ def check_lengths(composed: Composed, dataset: Dataset) -> None:
     Raises:
         ConfigError: a split is shorter than one window.
     """
-    from ds_gpt.data import WindowSampler, evaluation_windows
-
     run = composed.run
-    WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
-    evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
+    dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
+    dataset.val.evaluation_windows(run.model.context, run.evaluation.sequences)
 
 
 def check_same_tokens(dataset: Dataset, composed: Composed, ranks: Ranks) -> None:
@@ -128,7 +126,7 @@ def check_same_tokens(dataset: Dataset, composed: Composed, ranks: Ranks) -> Non
     if differing:
         raise ConfigError(
             Problem(
-                f"data.corpus = '{composed.run.data.corpus}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
+                f"data.corpus = '{composed.run.data.title}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
                 "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
                 "give every node the same file",
             )

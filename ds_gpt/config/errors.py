@@ -23,6 +23,10 @@ class NeedsAttention(Exception):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(self.render())
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Pickle by the problems, not by the text: worker processes raise it too."""
+        return ConfigError, (self.problems,)
+
     def render(self) -> str:
         """The problems as text, numbered where there is more than one."""
         blocks = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.config import Composed
-from ds_gpt.data import Dataset, WindowSampler
+from ds_gpt.data import Dataset
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.engine.engine import Engine, StepResult
 from ds_gpt.learning.schedule import schedule
@@ -43,8 +43,9 @@ class Trainer:
     def __init__(self, composed: Composed, dataset: Dataset, engine: Engine, folder: RunFolder, console: Console | None) -> None:
         run, ranks = composed.run, engine.ranks
         self.composed, self.dataset, self.engine, self.folder = composed, dataset, engine, folder
-        sampler = WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
-        self.loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, ranks.device)
+        sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
+        share = ranks.rank, ranks.world_size, composed.micro_batch_size
+        self.loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
         self.validation = Validation(dataset, engine)
         self.learning_rate = schedule(run, ranks.world_size)
         self.recorder = Recorder(composed, ranks, folder, console)
