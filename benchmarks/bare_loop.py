@@ -15,7 +15,7 @@ from ds_gpt.commands.arguments import add_config_arguments
 from ds_gpt.config import Hardware, load
 from ds_gpt.config.parse import with_vocabulary
 from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
-from ds_gpt.data import WindowSampler, prepare
+from ds_gpt.data import prepare
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.learning.schedule import schedule
@@ -34,7 +34,7 @@ def main() -> None:
     torch.manual_seed(run.seed)
     model = GPT(run.model)
     optimizer = torch.optim.AdamW(parameter_groups(model, run.optimizer.weight_decay), lr=run.optimizer.lr, betas=run.optimizer.betas, eps=run.optimizer.eps)
-    sampler = WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
+    sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
     loader = BatchLoader(dataset.train, sampler, 0, 1, run.batch.global_batch_size, "cpu")
     learning_rate = schedule(run, 1)
     clipping = composed.deepspeed["gradient_clipping"]

@@ -29,7 +29,7 @@ from benchmarks.trainers import Trainee, make
 from ds_gpt.config import Composed
 from ds_gpt.config.hardware import peak_flops
 from ds_gpt.config.parse import with_vocabulary
-from ds_gpt.data import WindowSampler, prepare
+from ds_gpt.data import prepare
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.learning.schedule import schedule
@@ -115,7 +115,7 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
     peak = _peak(composed, ranks)
     trainee = make(case.trainer, composed, ranks)
     run = composed.run
-    sampler = WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
+    sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
     loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, ranks.device)
     bench = Bench(case, composed, ranks, trainee, loader)
     ranks.barrier()

@@ -9,6 +9,7 @@ from ds_gpt import __version__
 
 VERBS = {
     "plan": "predict memory and speed on GPUs that you do not have: what fits, what is fastest, and why",
+    "prepare": "make a corpus into token shards: text, JSONL, Parquet, data sets of Hugging Face",
     "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
     "show-config": "print the composed configuration and who owns each number",
     "bench": "measure speed and memory by suites of cases, and compare records",

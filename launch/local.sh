@@ -23,7 +23,7 @@ on in its folder, with fewer ranks where GPUs are gone: the most that the global
 two restarts in a row got to no new checkpoint (so set checkpoints.every).
 
 Exit status, of the last attempt: 0 trained, or interrupted and saved; 2 bad input, or the run asked for a person;
-128 + N a rank died of signal N, or the run was stopped by it before it could save; else that of the rank that failed,
+128 + N a rank (or its launcher) died of signal N, or the run was stopped by it before it could save; else that of the rank that failed,
 1 for any error.
 TEXT
 }
@@ -180,6 +180,8 @@ ranks_of() { # grandchildren of `deepspeed`, by way of launch.py
     members "$1" | awk -v top="$1" '{ parent[$1] = $2 } END { for (p in parent) if (parent[parent[p]] == top) print p }'
 }
 
+say() { echo "launch/local.sh: $1" >&2; }
+
 signals=0 stopped_by=0 launcher="" pause=""
 # shellcheck disable=SC2329
 forward() { # signal for the ranks, number of the signal that came
@@ -221,6 +223,14 @@ trap 'forward INT 2' INT
 trap 'forward TERM 15' TERM
 trap 'forward TERM 1' HUP # the terminal closed; under nohup bash leaves HUP ignored, and the run goes on
 
+left_ranks() { # whether ranks of a group are still there
+    local pid
+    for pid in $(members "$1" | cut -d ' ' -f 1); do
+        ! grep -qaF "$repository/ds_gpt/train.py" "/proc/$pid/cmdline" 2>/dev/null || return 0
+    done
+    return 1
+}
+
 run_once() { # arguments of training: runs it to its end, leaves no process of it, and sets `status`
     local before code
     make_command "$@"
@@ -234,10 +244,13 @@ run_once() { # arguments of training: runs it to its end, leaves no process of i
     done
     # A rank that died of signal N (9: often the kernel, out of memory) ends launch.py with -N, which arrives as 256 - N.
     ((status < 256 - 64)) || status=$((128 + 256 - status))
+    # launch.py waits for its ranks. Where it is itself killed, `deepspeed` ends with 0 while they go on.
+    if ((status == 0)) && left_ranks "$launcher"; then
+        say "deepspeed's launch.py was killed; its ranks are asked to save and end"
+        status=137
+    fi
     ((stopped_by == 0)) || status=$((128 + stopped_by))
 }
-
-say() { echo "launch/local.sh: $1" >&2; }
 
 fewer_ranks() { # after GPUs were lost: sets `ranks` to as many as there are, or fewer, that the global batch divides by
     local asked="${ranks[1]:-}" left count

@@ -14,9 +14,9 @@ from ds_gpt.config import ConfigError, Problem, flatten
 from ds_gpt.engine.engine import Engine
 from ds_gpt.engine.ranks import Ranks
 
-# Without these the saved tensors mean something else, or fit nowhere.
-_SHAPE = frozenset(f"model.{key}" for key in ("layers", "width", "heads", "context", "ffn_width", "vocab_size"))
-_DATA = frozenset({"tokenizer_identity"})
+# Without these the saved tensors mean something else, or fit nowhere: all of the model, whatever options it will have.
+_MODEL, _HARMLESS = "model.", frozenset({"model.dropout"})
+_TOKENIZER = "tokenizer_identity"
 
 
 def newest_intact(checkpoints: Path, ranks: Ranks, warn: Callable[[str], None], until_step: int | None = None) -> Path | None:
@@ -78,15 +78,16 @@ def check_fits(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str,
     Raises:
         ConfigError: a field differs without which the saved state is meaningless.
     """
-    changed = differences(saved, current)
+    changed, known = differences(saved, current), flatten(saved)
     refused = [
         Problem(
             f"{key} is {after!r}, but the checkpoint '{checkpoint}' was saved with {before!r}",
-            "its tensors have other shapes" if key in _SHAPE else "its token ids mean other text",
+            "its token ids mean other text" if key == _TOKENIZER else "its tensors have other shapes, or another meaning",
             "resume with the saved value, or start a new run",
         )
         for key, (before, after) in changed.items()
-        if key in _SHAPE | _DATA
+        # An option that is newer than the checkpoint is only named.
+        if key in known and (key == _TOKENIZER or key.startswith(_MODEL) and key not in _HARMLESS)
     ]
     if refused:
         raise ConfigError(refused)

@@ -28,12 +28,14 @@ class Saved:
         stall_s: seconds for which training stood still.
         total_s: seconds until it was complete.
         removed: steps of older checkpoints that were removed.
+        unremoved: why others could not be; None where all is as it should be.
     """
 
     path: Path
     stall_s: float
     total_s: float
     removed: list[int]
+    unremoved: str | None
 
 
 @dataclass
@@ -85,6 +87,11 @@ class Saver:
         in_background = self._config.background if background is None else background
         return None if in_background else self.finish()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save goes on behind training."""
+        return self._pending is not None
+
     def poll(self) -> Saved | None:
         """Complete a save that went on in the background, once every rank has written its part."""
         if self._pending is None:
@@ -101,18 +108,26 @@ class Saver:
         error = pending.written.exception()  # waits
         self._agree(pending.step, error)
         records = self._engine.ranks.gather(pending.written.result())
-        path, removed = self._checkpoints / checkpoint_name(pending.step), []
-        failure = None
+        failure, removed, unremoved = None, [], None
         if self._engine.ranks.is_first:
             try:
                 commit(partial_of(self._checkpoints, pending.step), pending.step, pending.state, records)
-                config = self._config
-                removed = apply_retention(self._checkpoints, pending.step, config.keep_last, config.keep_every, config.keep_best)
             except OSError as error_of_first:
                 failure = error_of_first
+            else:
+                removed, unremoved = self._retain(pending.step)
         self._agree(pending.step, failure)
         now = time.perf_counter()
-        return Saved(path, pending.stall_s + now - waited, now - pending.started, removed)
+        path = self._checkpoints / checkpoint_name(pending.step)
+        return Saved(path, pending.stall_s + now - waited, now - pending.started, removed, unremoved)
+
+    def _retain(self, step: int) -> tuple[list[int], str | None]:
+        """Steps that were removed, and why others could not be: that costs room, and not the checkpoint that was saved."""
+        config = self._config
+        try:
+            return apply_retention(self._checkpoints, step, config.keep_last, config.keep_every, config.keep_best), None
+        except OSError as error:
+            return [], str(error)
 
     def _agree(self, step: int, error: BaseException | None) -> None:
         """Raise on every rank where any rank has an error."""

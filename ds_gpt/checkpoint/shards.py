@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_gpt.engine.state import Piece
+from ds_gpt.engine.state import WEIGHT, Piece
 
 SHARD_PATTERN = "rank_*.safetensors"
 
@@ -59,6 +59,8 @@ def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor]) -> FileReco
         save_file(tensors, path)
     except Exception as error:  # safetensors wraps the operating system's error in one of its own
         raise OSError(f"'{path}' could not be written: {error}") from error
+    with suppress(OSError):  # a disk that knows no modes
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors leaves 0600, whatever the umask: colleagues could not read it
     sync(path)
     return record(path)
 
@@ -104,13 +106,15 @@ class ShardReader:
         self._files.close()
 
     def read(self, parameter: str, kind: str, start: int, numel: int) -> Tensor | None:
-        """`numel` elements of a flattened parameter from `start`, fp32; None where this kind was not saved.
+        """`numel` elements of a flattened parameter from `start`, fp32; None where the optimizer had no such state.
 
         Raises:
-            ValueError: elements are missing.
+            ValueError: elements are missing, or the parameter is not known.
         """
         entries = self._index.get((parameter, kind))
         if entries is None:
+            if kind == WEIGHT:
+                raise ValueError(f"there is no parameter '{parameter}'")
             return None
         result, filled, end = torch.empty(numel), start, start + numel
         for first, last, file, key in entries:

@@ -70,7 +70,7 @@ def text(name: str, history: History, findings: Sequence[Finding], unreadable: i
     if unreadable:
         lines.append(f"{unreadable} lines of the metrics cannot be read: cut off by a crash")
     if known["lines"] < 32:
-        lines.append(f"only {known['lines']} lines are logged: too few to judge most of it (logging.level DEBUG logs each step)")
+        lines.append(f"only {known['lines']} line{'s are' if known['lines'] > 1 else ' is'} logged: too few to judge most of it (logging.level DEBUG logs each step)")
     if all(finding.severity == "note" for finding in findings):
         lines.append("\nNothing is wrong." + (" Worth a note:" if findings else ""))
     for number, finding in enumerate(findings, 1):

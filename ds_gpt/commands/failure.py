@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -9,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from ds_gpt.config import ConfigError
+from ds_gpt.config import NeedsAttention
 from ds_gpt.trainer.out_of_memory import OutOfMemory
 
 # The launchers look for a dead rank once a second and then end the others: by SIGTERM, which a rank in the midst of
@@ -18,14 +19,14 @@ _PATIENCE_S = 35
 
 
 def run_or_fail(function: Callable[[], None]) -> None:
-    """Call `function`; on an error print it, and exit with status 2 where it is bad input, which no restart mends, else 1.
+    """Call `function`; on an error print it, and exit with status 2 where a person has to see to it, else 1, which a restart may mend.
 
     Most errors happen on every rank at once. The first rank speaks; the others wait to be ended by the launcher, and
     speak only if they are still there, because then theirs is an error that the first rank does not have.
     """
     try:
         function()
-    except ConfigError as error:
+    except NeedsAttention as error:
         _fail(f"\nds_gpt: {'these need' if len(error.problems) > 1 else 'this needs'} your attention\n\n{error}\n", status=2)
     except KeyboardInterrupt:
         os._exit(130)
@@ -53,6 +54,7 @@ def _fail(message: str, status: int = 1) -> NoReturn:
     if rank > 0:
         time.sleep(_PATIENCE_S)
         message = f"rank {rank}: {message}"
-    print(message, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads any more: the status tells
+        print(message, file=sys.stderr, flush=True)
     # Not sys.exit: with peers gone, tearing down the process group can wait for them for minutes.
     os._exit(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
     os._exit(0)
 
 
@@ -45,6 +47,7 @@ def train(options: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: bad input of any kind.
+        RunStopped: the run is sick, or cannot be saved.
     """
     from dataclasses import replace
 
@@ -81,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
         start = make_start(options.run_dir, options.resume, composed, dataset)
         claim = RunFolder(start.folder).claim()  # noqa: F841  held until this process ends
         console = Console(composed.run.training.steps)
-        console.summary(composed, str(start.folder), f"{composed.run.data.corpus}: {len(dataset.tokens):,} tokens, {len(dataset.train):,} to train on")
+        console.summary(composed, str(start.folder), f"{composed.run.data.title}: {len(dataset.train) + len(dataset.val):,} tokens, {len(dataset.train):,} to train on")
     ranks.connect()
     check_same_tokens(dataset, composed, ranks)
     start = ranks.agree(start)
@@ -94,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
             trainer.recorder.say(f"step {state.step} is past training.steps = {composed.run.training.steps}: nothing to do (--set training.steps=N trains on)")
             return
         if start.continues and ranks.is_first:
-            folder.continue_from(state.step, composed, dataset.digest)
+            folder.continue_from(state.step, composed, dataset.tokenizer, dataset.digest)
         trainer.train(state)
     ranks.disconnect()
 
@@ -105,11 +108,9 @@ def check_lengths(composed: Composed, dataset: Dataset) -> None:
     Raises:
         ConfigError: a split is shorter than one window.
     """
-    from ds_gpt.data import WindowSampler, evaluation_windows
-
     run = composed.run
-    WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
-    evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
+    dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
+    dataset.val.evaluation_windows(run.model.context, run.evaluation.sequences)
 
 
 def check_same_tokens(dataset: Dataset, composed: Composed, ranks: Ranks) -> None:
@@ -125,7 +126,7 @@ def check_same_tokens(dataset: Dataset, composed: Composed, ranks: Ranks) -> Non
     if differing:
         raise ConfigError(
             Problem(
-                f"data.corpus = '{composed.run.data.corpus}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
+                f"data.corpus = '{composed.run.data.title}' has other tokens on {differing:.0f} of the {ranks.world_size} ranks than on rank 0",
                 "each node tokenizes its own copy; these copies, or the Python versions that ship them, differ",
                 "give every node the same file",
             )

@@ -42,7 +42,7 @@ def _schedule_problems(schedule: ScheduleConfig, optimizer: OptimizerConfig | No
 
 def _data_problems(data: DataConfig) -> list[Problem]:
     synthetic = data.synthetic
-    if data.corpus != "synthetic" or synthetic.branching <= synthetic.vocab_size:
+    if all(part.corpus != "synthetic" for part in data.parts) or synthetic.branching <= synthetic.vocab_size:
         return []
     return [
         Problem(

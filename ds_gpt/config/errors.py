@@ -1,4 +1,4 @@
-"""One error type for everything a user can get wrong, carrying every problem at once."""
+"""Errors that a person has to see to, carrying every problem at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ class Problem:
     fix: str = ""
 
 
-class ConfigError(Exception):
-    """Bad input. Holds every problem found, so that nobody fixes them one run at a time."""
+class NeedsAttention(Exception):
+    """What a person has to see to and no restart mends. Holds every problem found, so that nobody fixes them one run at a time."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(self.render())
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Pickle by the problems, not by the text: worker processes raise it too."""
+        return ConfigError, (self.problems,)
 
     def render(self) -> str:
         """The problems as text, numbered where there is more than one."""
@@ -36,6 +40,14 @@ class ConfigError(Exception):
                 lines.append(f"{indent}do:  {problem.fix}")
             blocks.append("\n".join(lines))
         return "\n".join(blocks)
+
+
+class ConfigError(NeedsAttention):
+    """Bad input."""
+
+
+class RunStopped(NeedsAttention):
+    """A run that is ended rather than spoiled: it is sick, it cannot be saved, or what was restored is not what was saved."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

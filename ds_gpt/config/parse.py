@@ -135,7 +135,7 @@ def with_vocabulary(run: RunConfig, needed: int) -> RunConfig:
     if run.model.vocab_size < needed:
         raise ConfigError(
             Problem(
-                f"model.vocab_size = {run.model.vocab_size}, but the corpus '{run.data.corpus}' needs {needed} tokens",
+                f"model.vocab_size = {run.model.vocab_size}, but the corpus '{run.data.title}' needs {needed} tokens",
                 "a token id past the vocabulary has no embedding",
                 f"set model.vocab_size: {needed} or more, or auto",
             )

@@ -73,14 +73,37 @@ class SyntheticConfig(Section):
     tokens: PositiveInt = 1_000_000
 
 
+class MixturePart(Section):
+    """One corpus of a mixture."""
+
+    corpus: str
+    weight: PositiveFloat  # its share of the training windows is weight / sum of all weights
+
+
 class DataConfig(Section):
     """Where the tokens come from."""
 
-    corpus: str = "python_docs"  # a known name, a text file, or a glob
-    tokenizer: Literal["char"] = "char"
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    # A known name, a text file, a glob, a folder that `ds-gpt prepare` made; or several of them with weights.
+    corpus: str | Annotated[tuple[MixturePart, ...], Strict(False), Field(min_length=1)] = "python_docs"
+    tokenizer: str = "auto"  # char, gpt2, bpe, or a file; auto: a prepared corpus's own, else char
+    bpe_vocab_size: Annotated[int, Field(ge=257)] = 8192  # of a bpe trained on the corpus: 256 bytes, end of text, merges
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] | Auto = "auto"  # auto: a prepared corpus's own, else 0.1
+    attend_across_documents: bool = True  # False: a token sees its own document only; needs prepared corpora
     cache_dir: str = "~/.cache/ds_gpt"
     synthetic: SyntheticConfig = SyntheticConfig()
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        """The corpora with their weights; one alone has weight 1."""
+        return (MixturePart(corpus=self.corpus, weight=1.0),) if isinstance(self.corpus, str) else self.corpus
+
+    @property
+    def title(self) -> str:
+        """The corpora by name, for people."""
+        if isinstance(self.corpus, str):
+            return self.corpus
+        total = sum(part.weight for part in self.corpus)
+        return " + ".join(f"{part.weight / total:.3g} x {part.corpus}" for part in self.corpus)
 
 
 class BatchConfig(Section):
@@ -161,7 +184,7 @@ class HealthConfig(Section):
     max_rollbacks: NonNegativeInt = 3  # then the run stops: what comes back so often is no accident of the data
     lr_factor: Annotated[float, Field(gt=0, le=1)] = 0.5  # on the learning rate after a rollback
     lr_factor_steps: PositiveInt = 100  # how long, beyond the step at which it went wrong
-    hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long: every rank writes its stacks, and the run ends
+    hang_timeout_s: PositiveFloat = 900.0  # nothing finished for so long (a save: 10 times as long): every rank writes its stacks, and the run ends
 
 
 class LoggingConfig(Section):

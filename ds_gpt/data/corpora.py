@@ -20,6 +20,7 @@ from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.errors import did_you_mean
 from ds_gpt.config.run import DataConfig, SyntheticConfig
 from ds_gpt.data.cache import cache_root, replacing, writing_to
+from ds_gpt.data.characters import BETWEEN_DOCUMENTS
 from ds_gpt.data.permutation import random_bits
 from ds_gpt.data.tokenizer import token_dtype
 
@@ -28,7 +29,6 @@ KNOWN_CORPORA = ("python_docs", "python_source", "synthetic", "tinyshakespeare")
 _TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 _DOWNLOAD_TIMEOUT_S = 10
-_BETWEEN_DOCUMENTS = "\n"
 _CHUNK = 1 << 20  # synthetic tokens made at a time
 _START, _CHOICE = 2, 3  # streams of random numbers for one seed; the sampler's are 0 and 1
 
@@ -60,10 +60,10 @@ def read_text(data: DataConfig) -> str:
             text = _read_python_docs()
         case "python_source":
             sources = (_decode_source(_read_bytes(path, data.corpus)) for path in _files(data.corpus))
-            text = _BETWEEN_DOCUMENTS.join(source for source in sources if source is not None)
+            text = BETWEEN_DOCUMENTS.join(source for source in sources if source is not None)
         case _:
             documents = (_decode_utf8(_read_bytes(path, data.corpus), path) for path in _files(data.corpus))
-            text = _BETWEEN_DOCUMENTS.join(documents)
+            text = BETWEEN_DOCUMENTS.join(documents)
     if not text or text.isspace():
         raise ConfigError(
             Problem(
@@ -143,7 +143,7 @@ def _files(corpus: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     if os.path.exists(path):
-        what, fix = "is not a file", f"for the files of a folder write a glob: '{corpus.rstrip('/')}/*.txt'"
+        what, fix = "is not a file", f"for the files of a folder write a glob: '{corpus.rstrip('/')}/*.txt'; it is not one that ds-gpt prepare made"
     elif any(character in corpus for character in "*?["):
         files = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
         if files:
@@ -157,7 +157,7 @@ def _files(corpus: str) -> list[str]:
     raise ConfigError(
         Problem(
             what=f"data.corpus = {corpus!r} {what}",
-            why="a corpus is a known name, a text file, or a glob of text files",
+            why="a corpus is a known name, a text file, a glob of text files, or a folder that ds-gpt prepare made",
             fix=fix,
         )
     )
@@ -211,7 +211,7 @@ def _read_python_docs() -> str:
                 fix="give another data.corpus, for example the path of a text file",
             )
         ) from error
-    return _BETWEEN_DOCUMENTS.join(topics[name] for name in sorted(topics))
+    return BETWEEN_DOCUMENTS.join(topics[name] for name in sorted(topics))
 
 
 def _read_tinyshakespeare(cached: Path) -> str:

@@ -7,29 +7,34 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from ds_gpt.data.sampler import WindowSampler
+from ds_gpt.data.sampler import Sampler
+from ds_gpt.data.split import Split
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs_BT and targets_BT, int64; targets are the inputs one token on
+# inputs_BT and targets_BT, int64; targets are the inputs one token on. Where a token is to see its own document only,
+# also documents_BT, int64: equal numbers in a row are one document.
+Batch = tuple[torch.Tensor, ...]
 
 
 class BatchLoader:
     """The micro-batches of one data-parallel rank, step by step, with the next step prepared in the background.
 
-    `tokens` are what `sampler` was made for. Nothing is remembered but the batch in preparation: any step may be
+    `split` is what `sampler` was made for. Nothing is remembered but the batch in preparation: any step may be
     asked at any time, which is all that resume and rollback need.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
-        sampler: WindowSampler,
+        split: Split,
+        sampler: Sampler,
         rank: int,
         ranks: int,
         micro_batch_size: int,
         device: torch.device | str,
+        with_documents: bool = False,
     ) -> None:
-        assert len(tokens) == sampler.n_tokens, "the sampler was made for other tokens"
-        self._tokens = tokens
+        assert len(split) == sampler.n_tokens, "the sampler was made for other tokens"
+        self._split = split
+        self._with_documents = with_documents
         self._sampler = sampler
         self._share = (rank, ranks, micro_batch_size)
         self._device = torch.device(device)
@@ -40,7 +45,7 @@ class BatchLoader:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def load(self, step: int) -> list[Batch]:
-        """(inputs_BT, targets_BT) on the device for each micro-step of optimizer step `step`, B = micro_batch_size.
+        """(inputs_BT, targets_BT), and documents_BT where asked for, on the device for each micro-step of optimizer step `step`, B = micro_batch_size.
 
         Starts the preparation of `step` + 1. Whatever went wrong in the background is raised here.
         """
@@ -53,10 +58,7 @@ class BatchLoader:
         batches = prepared.result()
         self._ahead = (step + 1, self._thread.submit(self._prepare, step + 1))
         # From pinned memory these copies overlap with computation. torch keeps the source alive until they are done.
-        return [
-            (inputs_BT.to(self._device, non_blocking=True), targets_BT.to(self._device, non_blocking=True))
-            for inputs_BT, targets_BT in batches
-        ]
+        return [tuple(tensor_BT.to(self._device, non_blocking=True) for tensor_BT in batch) for batch in batches]
 
     def close(self) -> None:
         """End the background thread. May be called twice; `load` then raises RuntimeError."""
@@ -66,35 +68,33 @@ class BatchLoader:
     def _prepare(self, step: int) -> list[Batch]:
         """The batches of `step` in host memory. Runs in the background thread."""
         batches = [
-            _split(_read(self._tokens, starts, self._sampler.context))
+            _batch(self._split, starts, self._sampler.context, self._with_documents)
             for starts in self._sampler.rank_windows(step, *self._share)
         ]
         if self._device.type != "cuda":
             return batches
         # Without this, pinning would open a context on GPU 0 for every rank, some hundred MB each.
         with torch.cuda.device(self._device):
-            return [(inputs_BT.pin_memory(), targets_BT.pin_memory()) for inputs_BT, targets_BT in batches]
+            return [tuple(tensor_BT.pin_memory() for tensor_BT in batch) for batch in batches]
 
 
-def window_batch(tokens: np.ndarray, offsets: np.ndarray, context: int, ignore_index: int) -> Batch:
-    """(inputs_BT, targets_BT) on the CPU for windows that start at `offsets`, B = len(offsets), T = `context`.
+def window_batch(split: Split, starts: np.ndarray, context: int, ignore_index: int, with_documents: bool = False) -> Batch:
+    """A batch on the CPU for windows that begin at `starts`, B = len(starts), T = `context`.
 
-    Offset -1 is padding: a row of token 0 whose targets are all `ignore_index`, so that it adds nothing to a loss.
+    Start -1 is padding: a row of token 0 whose targets are all `ignore_index`, so that it adds nothing to a loss.
     """
-    padding_B = torch.from_numpy(offsets < 0)
-    inputs_BT, targets_BT = _split(_read(tokens, np.maximum(offsets, 0), context))
+    padding_B = torch.from_numpy(starts < 0)
+    batch = _batch(split, np.maximum(starts, 0), context, with_documents)
+    inputs_BT, targets_BT = batch[:2]
     inputs_BT[padding_B] = 0
     targets_BT[padding_B] = ignore_index
-    return inputs_BT, targets_BT
+    return batch
 
 
-def _read(tokens: np.ndarray, starts: np.ndarray, context: int) -> torch.Tensor:
-    """Windows of `context` + 1 tokens, [len(starts), context + 1] int64."""
-    positions = starts[:, None] + np.arange(context + 1)
-    # np.asarray drops the memmap class, whose bookkeeping costs more than the read itself.
-    return torch.from_numpy(np.asarray(tokens)[positions].astype(np.int64))
-
-
-def _split(windows: torch.Tensor) -> Batch:
-    """Inputs and targets as tensors of their own (`contiguous` would share memory where there is one window)."""
-    return windows[:, :-1].clone(), windows[:, 1:].clone()
+def _batch(split: Split, starts: np.ndarray, context: int, with_documents: bool) -> Batch:
+    windows = torch.from_numpy(split.read(starts, context + 1))
+    # As tensors of their own (`contiguous` would share memory where there is one window).
+    inputs_BT, targets_BT = windows[:, :-1].clone(), windows[:, 1:].clone()
+    if not with_documents:
+        return inputs_BT, targets_BT
+    return inputs_BT, targets_BT, torch.from_numpy(split.documents(starts, context))

@@ -1,73 +1,125 @@
-"""The tokens of a corpus: built once per machine, then memory-mapped by every rank."""
+"""The tokens of a run: prepared shards, or built once per machine; memory-mapped by every rank either way."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.run import DataConfig
 from ds_gpt.data.cache import cache_root, exclusive, replacing, writing_to
 from ds_gpt.data.corpora import identify, read_text, synthetic_tokens
-from ds_gpt.data.tokenizer import CharTokenizer, SyntheticTokenizer, Tokenizer, token_dtype, tokenizer_from_dict
+from ds_gpt.data.characters import SyntheticTokenizer
+from ds_gpt.data.prepared import is_prepared, open_prepared
+from ds_gpt.data.split import Split, joined
+from ds_gpt.data.tokenizer import Tokenizer, token_dtype
+from ds_gpt.data.tokenizer_choice import choose_tokenizer, is_tokenizer, tokenizer_from_dict, tokenizer_key
 
 _FORMAT = 1  # raise when the same corpus would give other tokens, or other files
+_VAL_FRACTION = 0.1  # of a corpus that was not prepared, split at one position
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A tokenized corpus, split in two at one position: what is validated on was never trained on."""
+    """Tokens to train on and tokens to validate on: what is validated on was never trained on."""
 
-    tokens: np.ndarray  # [N] uint16 or uint32, a read-only memory map
+    train: Split
+    val: Split
     tokenizer: Tokenizer
     digest: str  # sha256 (hex) of the tokens and the tokenizer: equal digests are equal data
-    val_fraction: float
 
-    @property
-    def split(self) -> int:
-        """Number of training tokens."""
-        return int(len(self.tokens) * (1 - self.val_fraction))
-
-    @property
-    def train(self) -> np.ndarray:
-        """The first tokens, a view."""
-        return self.tokens[: self.split]
-
-    @property
-    def val(self) -> np.ndarray:
-        """The last tokens, a view."""
-        return self.tokens[self.split :]
+    @classmethod
+    def cut(cls, tokens: np.ndarray, val_fraction: float, tokenizer: Tokenizer, digest: str) -> Dataset:
+        """One array, [N], split in two at one position: the last tokens are validated on."""
+        position = int(len(tokens) * (1 - val_fraction))
+        return cls(Split.of(tokens[:position]), Split.of(tokens[position:]), tokenizer, digest)
 
 
 def prepare(data: DataConfig, seed: int) -> Dataset:
-    """The tokens that `data` describes, from the cache folder, where the first caller puts them.
+    """The tokens that `data` describes: prepared corpora as they are, others from the cache folder, where the first
+    caller puts them.
 
     Needs no process group: all ranks may call at once. One builds, the others wait for the kernel's lock and then
     read. `seed` matters to the synthetic corpus only. Raises ConfigError for a corpus or cache folder that fails.
     """
+    found = [_corpus(data, part.corpus, seed) for part in data.parts]
+    dataset = found[0]
+    if len(found) > 1:
+        _check_one_tokenizer(data, found)
+        weights = [part.weight for part in data.parts]
+        of_parts = json.dumps([[corpus.digest, weight] for corpus, weight in zip(found, weights, strict=True)])
+        digest = hashlib.sha256(of_parts.encode()).hexdigest()
+        train, val = (joined([getattr(corpus, split) for corpus in found], weights) for split in ("train", "val"))
+        dataset = Dataset(train, val, dataset.tokenizer, digest)
+    if not data.attend_across_documents and not (dataset.train.has_documents and dataset.val.has_documents):
+        raise ConfigError(
+            Problem(
+                f"data.attend_across_documents = false, but data.corpus = '{data.title}' does not say where documents end",
+                "only a prepared corpus does",
+                "give a folder that ds-gpt prepare made, or set it to true",
+            )
+        )
+    return dataset
+
+
+def _check_one_tokenizer(data: DataConfig, found: Sequence[Dataset]) -> None:
+    others = [part.corpus for part, corpus in zip(data.parts, found, strict=True) if corpus.tokenizer.identity != found[0].tokenizer.identity]
+    if others:
+        raise ConfigError(
+            Problem(
+                f"data.corpus: the tokenizer of {' and '.join(map(repr, others))} is not that of '{data.parts[0].corpus}'",
+                "an id would mean one text in one corpus and another in the next",
+                "prepare them by one tokenizer: ds-gpt prepare --tokenizer FIRST/tokenizer.json",
+            )
+        )
+
+
+def _corpus(data: DataConfig, corpus: str, seed: int) -> Dataset:
+    if is_prepared(path := Path(corpus).expanduser()):
+        return _prepared(data, path)
+    data = data.model_copy(update={"corpus": corpus})
     root = cache_root(data.cache_dir)
     path = root / "tokens" / _file_name(data, seed)
+    val_fraction = _VAL_FRACTION if data.val_fraction == "auto" else data.val_fraction
     # The usual case, and the one that works in a read-only cache folder.
-    if (dataset := _read(path, data.val_fraction)) is not None:
+    if (dataset := _read(path, val_fraction)) is not None:
         return dataset
     with writing_to(root):
         path.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(path.with_suffix(".lock")):
-            if (dataset := _read(path, data.val_fraction)) is not None:
+            if (dataset := _read(path, val_fraction)) is not None:
                 return dataset
             _build(path, data, seed)
-    dataset = _read(path, data.val_fraction)
+    dataset = _read(path, val_fraction)
     assert dataset is not None, f"'{path}' was written a moment ago and cannot be read"
     return dataset
 
 
+def _prepared(data: DataConfig, path: Path) -> Dataset:
+    """A prepared corpus. Raises ConfigError where the run states another tokenizer or validation split than it has."""
+    corpus = open_prepared(path)
+    problems = []
+    if data.val_fraction not in ("auto", corpus.val_fraction):
+        what = f"data.val_fraction = {data.val_fraction}, but '{path}' was prepared with {corpus.val_fraction}"
+        problems.append(Problem(what, "its documents were divided when it was prepared", "remove data.val_fraction, or prepare it anew"))
+    if not is_tokenizer(data.tokenizer, corpus.tokenizer):
+        what = f"data.tokenizer = '{data.tokenizer}', but '{path}' was prepared by a tokenizer of its own"
+        problems.append(Problem(what, "its tokens are that one's", "remove data.tokenizer (or set it to auto), or prepare it anew"))
+    if problems:
+        raise ConfigError(problems)
+    train, val = (Split((shards,), (1.0,)) for shards in (corpus.train, corpus.val))
+    return Dataset(train, val, corpus.tokenizer, corpus.digest)
+
+
 def _file_name(data: DataConfig, seed: int) -> str:
     """A name that changes whenever the tokens may: with the corpus, the tokenizer or the format."""
-    key = {"format": _FORMAT, "tokenizer": data.tokenizer, "corpus": identify(data, seed)}
+    key = {"format": _FORMAT, "tokenizer": tokenizer_key(data.tokenizer, data.bpe_vocab_size), "corpus": identify(data, seed)}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     readable = re.sub(r"[^A-Za-z0-9]+", "_", Path(data.corpus).stem)[:40].strip("_")
     return f"{readable}-{digest[:16]}.npy"
@@ -81,7 +133,7 @@ def _build(path: Path, data: DataConfig, seed: int) -> None:
         tokens = synthetic_tokens(data.synthetic, seed)
     else:
         text = read_text(data)
-        tokenizer = CharTokenizer.from_text(text)
+        tokenizer = choose_tokenizer(data.tokenizer, data.bpe_vocab_size, lambda: [text], lambda: [text])
         tokens = tokenizer.encode(text)
     # Ordinary writes: on a full disk they raise an error, where writing through a memory map kills the process.
     with replacing(path) as temporary, temporary.open("wb") as file:
@@ -107,7 +159,7 @@ def _read(path: Path, val_fraction: float) -> Dataset | None:
     digest = _digest(tokens, tokenizer)
     if digest != description.get("digest"):
         return None
-    return Dataset(tokens, tokenizer, digest, val_fraction)
+    return Dataset.cut(tokens, val_fraction, tokenizer, digest)
 
 
 def _digest(tokens: np.ndarray, tokenizer: Tokenizer) -> str:

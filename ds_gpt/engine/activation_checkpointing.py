@@ -63,9 +63,10 @@ def _deepspeeds_own(composed: Composed) -> Any:
     number = composed.deepspeed["activation_checkpointing"].get("number_checkpoints") or composed.run.model.layers
     deepspeed.checkpointing.configure(None, deepspeed_config=composed.deepspeed, num_checkpoints=number)
 
-    def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor) -> Tensor:
+    def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled():  # it would keep the input all the same, in buffers that only a backward pass empties
             return block(x_BTD, *shared)
-        return deepspeed.checkpointing.checkpoint(block, x_BTD, *shared)
+        # The stream alone is its argument: it takes no None, and would split what all blocks share among the ranks too.
+        return deepspeed.checkpointing.checkpoint(lambda x_BTD: block(x_BTD, *shared), x_BTD)
 
     return run_block

@@ -21,6 +21,7 @@ from ds_gpt.engine.defects import (
     guard_plain_optimizer,
     restore_linear,
     silence_bf16_optimizer,
+    skip_reduction_of_one,
     undo_dummy_step,
     update_loss_scale_last,
 )
@@ -111,6 +112,7 @@ class Engine:
         undo_dummy_step(self.deepspeed)
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
+        skip_reduction_of_one(self.deepspeed)
 
     def _partitioned_at_birth(self) -> contextlib.AbstractContextManager[Any]:
         """Under ZeRO-3 a parameter is split among the ranks as it is made, so no rank ever holds the whole model."""
@@ -121,13 +123,14 @@ class Engine:
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
 
     def step(
-        self, step: int, micro_batches: Sequence[tuple[Tensor, Tensor]], lr: float, interrupted: bool = False
+        self, step: int, micro_batches: Sequence[tuple[Tensor, ...]], lr: float, interrupted: bool = False
     ) -> StepResult:
         """One optimizer step.
 
         Args:
             step: optimizer steps completed before this one; with the seed and the rank it settles all dropout.
-            micro_batches: this rank's (inputs_BT, targets_BT), one pair a micro-step, equally many tokens each.
+            micro_batches: this rank's (inputs_BT, targets_BT), one pair a micro-step, equally many tokens each; with
+                documents_BT, where a token is to see its own document only.
             lr: learning rate of this step.
             interrupted: whether this rank was asked to stop; told to all ranks along with the loss.
         """
@@ -137,8 +140,8 @@ class Engine:
             group["lr"] = lr
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for inputs_BT, targets_BT in micro_batches:
-            micro_sum, micro_count = self._loss(inputs_BT, targets_BT)
+        for inputs_BT, targets_BT, *documents_BT in micro_batches:
+            micro_sum, micro_count = self._loss(inputs_BT, targets_BT, *documents_BT)
             # DeepSpeed averages over micro-steps and ranks; with equally many tokens in each that is the token mean.
             self.deepspeed.backward(micro_sum / targets_BT.numel())
             self.deepspeed.step()
@@ -148,13 +151,13 @@ class Engine:
         total, tokens, asked = self.ranks.sum(torch.stack([loss_sum, counted, flag]))
         return StepResult(total / tokens, self._grad_norm(), self.deepspeed.was_step_applied(), self._loss_scale(), asked > 0)
 
-    def _loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss summed over the counted tokens, and how many those are."""
         run = self.composed.run
         smoothing = run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
         loss = partial(linear_cross_entropy_sum, targets=targets_BT, label_smoothing=smoothing, chunk_tokens=run.loss_chunk_tokens)
         with self._forward_timer:
-            return self.deepspeed(inputs_BT, loss=loss)
+            return self.deepspeed(inputs_BT, loss=loss, documents_BT=documents_BT)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
@@ -191,12 +194,12 @@ class Engine:
         """Logits of a forward pass, BTV. Under ZeRO-3 every rank must call it equally often."""
         return self.deepspeed(tokens_BT)
 
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with self.evaluating():
-            for inputs_BT, targets_BT in batches:
-                loss_sum, counted = self._loss(inputs_BT, targets_BT)
+            for batch in batches:
+                loss_sum, counted = self._loss(*batch)
                 sums += torch.stack([loss_sum, counted])
         total, tokens = self.ranks.sum(sums)
         return total / tokens
@@ -233,4 +236,8 @@ class Engine:
 
 def _seed(seed: int, step: int, rank: int) -> None:
     """Make dropout a function of (seed, step, rank), so that a resumed run draws what an uninterrupted one would."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
+    mixed = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
+    # torch.manual_seed, without a device, formats a stack trace for the GPU that may be initialised later: 0.4 ms a step.
+    torch.default_generator.manual_seed(mixed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed)

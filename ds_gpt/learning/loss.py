@@ -51,10 +51,8 @@ def linear_cross_entropy_sum(
         return cross_entropy_sum(F.linear(x, weight), targets, label_smoothing)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _ChunkedLoss.apply(x, weight, targets, label_smoothing, chunk_tokens)
-    sums = [
-        cross_entropy_sum(F.linear(chunk, weight), wanted, label_smoothing)
-        for chunk, wanted in zip(x.flatten(end_dim=-2).split(chunk_tokens), targets.flatten().split(chunk_tokens), strict=True)
-    ]
+    chunks = zip(x.flatten(end_dim=-2).split(chunk_tokens), targets.flatten().split(chunk_tokens), strict=True)
+    sums = [cross_entropy_sum(F.linear(chunk, weight), wanted, label_smoothing) for chunk, wanted in chunks]
     return torch.stack([loss for loss, _ in sums]).sum(), torch.stack([counted for _, counted in sums]).sum()
 
 
@@ -76,7 +74,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(rows), chunk_tokens):
             chunk = rows[start : start + chunk_tokens].requires_grad_()
             with torch.enable_grad():
-                loss, _ = cross_entropy_sum(F.linear(chunk, leaf), targets[start : start + chunk_tokens], label_smoothing)
+                logits = F.linear(chunk, leaf)
+                loss, _ = cross_entropy_sum(logits, targets[start : start + chunk_tokens], label_smoothing)
+                del logits  # the backward pass of the loss has no need of them
             gradients = torch.autograd.grad(loss, (chunk, leaf) if trained else (chunk,))
             x_gradient[start : start + chunk_tokens] = gradients[0]
             if trained:

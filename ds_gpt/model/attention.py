@@ -13,22 +13,29 @@ from torch import Tensor, nn
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.positions import rotate, rotation
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Attend = Callable[..., Tensor]  # as `attend`: q, k, v, dropout, and seen_BTS where documents are kept apart
 
 
-def attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, window: int | None = None) -> Tensor:
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, window: int | None = None, seen_BTS: Tensor | None = None
+) -> Tensor:
     """Causal attention of T queries over S keys, of which the queries' own are the last: a mixture of values, BHTK.
 
     Each of the G key/value heads serves H / G consecutive query heads (Ainslie et al. 2023). `dropout` is a
-    probability, `window` the number of keys that a query sees, its own included (None: all).
+    probability, `window` the number of keys that a query sees, its own included (None: all); of these, only those that
+    `seen_BTS` (bool) marks, where it is given.
     """
     length, attended, shared = q_BHTK.shape[-2], k_BGSK.shape[-2], q_BHTK.shape[1] // k_BGSK.shape[1]
-    if length == attended and (window is None or window >= length):
-        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, dropout_p=dropout, is_causal=True, enable_gqa=shared > 1)
+    if seen_BTS is None and length == attended and (window is None or window >= length):
+        options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": shared > 1}
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
     # CUDA's kernels take a mask or shared heads, not both: what cannot be fused would form the scores, T x S a head.
     k_BHSK, v_BHSK = k_BGSK.repeat_interleave(shared, dim=1), v_BGSK.repeat_interleave(shared, dim=1)
-    bias_TS = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
-    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=bias_TS, dropout_p=dropout)
+    if seen_BTS is None:
+        seen = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
+    else:
+        seen = (visible(length, attended, window, q_BHTK.device) & seen_BTS)[:, None]  # the same for all heads
+    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=seen, dropout_p=dropout)
 
 
 def visible(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
@@ -42,21 +49,26 @@ def visible(length: int, attended: int, window: int | None, device: torch.device
 @lru_cache(maxsize=2)
 @torch.inference_mode(False)
 def mask(length: int, attended: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores, TS: 0 where a key is visible, else -inf. One for all layers, which keep it for backward."""
+    """What is added to the scores, TS: 0 where a key is visible, else -inf.
+
+    One for all layers, each of which keeps it for the backward pass.
+    """
     seen_TS = visible(length, attended, window, device)
     return torch.zeros(length, attended, dtype=dtype, device=device).masked_fill_(~seen_TS, -torch.inf)
 
 
 @torch.no_grad()
-def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None) -> Tensor:
+def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None, seen_BTS: Tensor | None = None) -> Tensor:
     """The weights that `attend` gives each key, before dropout: BHTS, fp32, rows sum to 1, zero above the diagonal.
 
     Fused kernels never form this matrix, whose memory grows with T squared; it is for looking, not for training.
     """
     k_BHSK = k_BGSK.repeat_interleave(q_BHTK.shape[1] // k_BGSK.shape[1], dim=1)
     scores_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) / math.sqrt(q_BHTK.shape[-1])
-    seen_TS = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device)
-    return scores_BHTS.masked_fill(~seen_TS, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    seen = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device)
+    if seen_BTS is not None:
+        seen = (seen & seen_BTS)[:, None]
+    return scores_BHTS.masked_fill(~seen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
 
 
 class CausalSelfAttention(nn.Module):
@@ -83,11 +95,15 @@ class CausalSelfAttention(nn.Module):
         self.save_attention = False
         self.attention_maps: Tensor | None = None
 
-    def forward(self, x_BTD: Tensor, turns: Tensor | None = None) -> Tensor:
-        """BTD to BTD. `turns` are the `rotation` of the tokens' positions, 0 to T - 1 where there is none."""
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, seen_BTS: Tensor | None = None) -> Tensor:
+        """BTD to BTD. `turns` are the `rotation` of the tokens' positions, 0 to T - 1 where there is none.
+
+        `seen_BTS` (bool) marks the keys of each query's own document, where a token is to see no other.
+        """
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, turns)
-        self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window) if self.save_attention else None
-        y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, self.dropout if self.training else 0.0)
+        self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window, seen_BTS) if self.save_attention else None
+        apart = {} if seen_BTS is None else {"seen_BTS": seen_BTS}  # not every `attend` can keep documents apart
+        y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, self.dropout if self.training else 0.0, **apart)
         return self.out(y_BHTK.transpose(1, 2).flatten(start_dim=2))
 
     def project(self, x_BTD: Tensor, turns: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +121,7 @@ class CausalSelfAttention(nn.Module):
             if turns is None:
                 turns = rotation(torch.arange(x_BTD.shape[1], device=x_BTD.device), self.head_width, self.theta)
             q, k = rotate(q, turns), rotate(k, turns)
-            if self.q_norm is None:  # `qkv` is not needed any more; a view of the values would keep it all until the backward pass
-                v = v.clone()
+            if self.q_norm is None:
+                v = v.clone()  # nothing else needs `qkv` any more, and a view would keep it all until the backward pass
         q_BHTK, k_BGSK, v_BGSK = (heads.flatten(2, 3).transpose(1, 2) for heads in (q, k, v))
         return q_BHTK, k_BGSK, v_BGSK

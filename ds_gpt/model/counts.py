@@ -10,7 +10,8 @@ def block_parameters(config: ModelConfig) -> int:
     width, hidden_width = config.width, config.hidden_width
     projected = (config.heads + 2 * config.key_heads) * config.head_width
     attention = _linear(config, width, projected) + _linear(config, width, width)
-    feed_forward = (2 if config.ffn == "swiglu" else 1) * _linear(config, width, hidden_width) + _linear(config, hidden_width, width)
+    into_hidden = (2 if config.ffn == "swiglu" else 1) * _linear(config, width, hidden_width)
+    feed_forward = into_hidden + _linear(config, hidden_width, width)
     qk_norms = 2 * config.head_width if config.qk_norm else 0
     return 2 * _norm(config) + attention + qk_norms + feed_forward
 
@@ -24,7 +25,8 @@ def parameters(config: ModelConfig) -> int:
     """All parameters; one that embedding and head share counts once."""
     matrix = config.vocabulary * config.width
     embedding_and_head = matrix if config.tied_head else 2 * matrix
-    return embedding_and_head + position_parameters(config) + config.layers * block_parameters(config) + _norm(config)
+    blocks = config.layers * block_parameters(config)
+    return embedding_and_head + position_parameters(config) + blocks + _norm(config)
 
 
 def flops_per_token(config: ModelConfig, context: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2's architecture (Radford et al. 2019) and initialization, and what came after as options."""
+"""A decoder-only transformer: GPT-2's architecture and initialization (Radford et al. 2019); later ideas are options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RunBlock = Callable[..., Tensor]
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor) -> Tensor:
+def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor | None) -> Tensor:
     """Call `block`, and nothing else. `shared` is what all blocks read beside the stream."""
     return block(x_BTD, *shared)
 
@@ -72,14 +72,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, turns: Tensor | None = None) -> Tensor:
-        """BTD to BTD; `turns` as in `CausalSelfAttention`."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), turns))
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, seen_BTS: Tensor | None = None) -> Tensor:
+        """BTD to BTD; `turns` and `seen_BTS` as in `CausalSelfAttention`."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), turns, seen_BTS))
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
 
 class Head(nn.Linear):
-    """The last linear map: from the normalized stream to logits, or straight to a loss that need not form them all.
+    """The last linear map: from the normalized stream to logits, or straight to a loss that never forms them all.
 
     The loss is called in here, where ZeRO-3 has gathered the weight.
     """
@@ -103,34 +103,39 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm_of(config)
         self.head = Head(config.width, config.vocabulary, bias=False)
-        # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead would read
-        # an empty tensor under ZeRO-3, which gathers for the module that is called.
+        # Where it is tied, two modules share one parameter. Using `embedding.tokens.weight` in a matmul here instead
+        # would read an empty tensor under ZeRO-3, which gathers for the module that is called.
         if config.tied_head:
             self.head.weight = self.embedding.tokens.weight
         self.run_block: RunBlock = run_block
         self.initialize()
 
     def forward(
-        self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None
+        self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None, documents_BT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """BT token ids to logits, BTV; or to what `loss` makes of the last hidden states and the head's weight.
 
         `positions` (int64, T or BT) say where the tokens stand, 0 to T - 1 where there are none: a shard of a sequence
         begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
+        `documents_BT` (int64): a token sees only those before it that have its number. Without, it sees all.
         """
         x_BTD = self.embedding(tokens_BT, positions)
-        shared = self.shared(x_BTD, positions)
+        shared = self.shared(x_BTD, positions, documents_BT)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, *shared)
         return self.head(self.norm(x_BTD), loss)
 
-    def shared(self, x_BTD: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
-        """What all blocks read beside the stream: the rotation of rotary positions, made once instead of in each block."""
-        if self.config.positions != "rotary":
-            return ()
-        if positions is None:
-            positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)
-        return (rotation(positions, self.config.head_width, self.config.rope_theta).to(x_BTD.dtype),)
+    def shared(self, x_BTD: Tensor, positions: Tensor | None, documents_BT: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """What all blocks read beside the stream, made once for all of them: the rotation of rotary positions, and
+        which keys belong to a query's document."""
+        turns = None
+        if self.config.positions == "rotary":
+            if positions is None:
+                positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+            turns = rotation(positions, self.config.head_width, self.config.rope_theta).to(x_BTD.dtype)
+        if documents_BT is None:
+            return () if turns is None else (turns,)
+        return turns, documents_BT[:, :, None] == documents_BT[:, None, :]
 
     def as_layers(self) -> list[nn.Module]:
         """The modules that `forward` chains, in order: embedding, blocks, final norm, head.

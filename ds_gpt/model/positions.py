@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, RoFormer): a token's place turns its queries and keys instead of being added to it."""
+"""Rotary positions (Su et al. 2021, RoFormer): a token's place turns its queries and keys, and is added to nothing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from typing import IO, Any, cast
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType, RenderResult
@@ -51,11 +53,35 @@ class _Fields:
         return Measurement(0, len("  ".join(self._fields)))
 
 
+class Unheeded:
+    """A stream that a run does not depend on: its terminal may be closed, its pipe (``| head``) or its disk full."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or do without."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do without."""
+        try:
+            self._stream.flush()
+        except OSError:
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Console:
     """Prints for rank 0. On a terminal a bar is redrawn in place; elsewhere every logged step is a line."""
 
     def __init__(self, total_steps: int, console: RichConsole | None = None) -> None:
-        self._console = console or RichConsole(highlight=False)
+        self._console = console or RichConsole(file=cast(IO[str], Unheeded(sys.stdout)), highlight=False)
         self._total_steps = total_steps
         self._progress: Progress | None = None
         self._first: tuple[int, float] | None = None

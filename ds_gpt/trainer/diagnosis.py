@@ -329,7 +329,7 @@ def _rollbacks(history: History) -> Iterator[Finding]:
         remedy = "one is an accident of the data; several: lower optimizer.lr, a longer schedule.warmup_steps, and look at the skipped batches"
         what = f"rolled back {len(back)} time{'s' * (len(back) > 1)}: {', '.join(back[:6])}"
         yield Finding("rolled_back", "note" if len(back) == 1 else "warning", what, remedy)
-    for kind, remedy in (("no_rollback", "set checkpoints.every"), ("save_failed", "free some space; the checkpoint before it is intact")):
+    for kind, remedy in (("no_rollback", "set checkpoints.every, or keep more of them"), ("save_failed", "free some space; the checkpoint before it is intact")):
         for event in [event for event in history.events if event.get("event") == kind][-1:]:
             yield Finding(kind, "warning", f"at step {event['step']}: {event.get('text', '')}", remedy)
 

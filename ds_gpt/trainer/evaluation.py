@@ -9,7 +9,7 @@ import torch
 
 from ds_gpt.config import ConfigError
 from ds_gpt.config.run import SampleConfig
-from ds_gpt.data import Dataset, evaluation_windows, rank_share
+from ds_gpt.data import Dataset, rank_share
 from ds_gpt.data.loader import Batch, window_batch
 from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
@@ -24,11 +24,12 @@ class Validation:
     def __init__(self, dataset: Dataset, engine: Engine) -> None:
         run, ranks = engine.composed.run, engine.ranks
         self._engine = engine
-        self._tokens = dataset.val
+        self._split = dataset.val
         self._context = run.model.context
-        windows = evaluation_windows(len(dataset.val), run.model.context, run.evaluation.sequences)
+        self._with_documents = not run.data.attend_across_documents
+        windows = dataset.val.evaluation_windows(run.model.context, run.evaluation.sequences)
         self._windows = rank_share(windows, ranks.rank, ranks.world_size)
-        probe = evaluation_windows(len(dataset.val), run.model.context, _PROBE_SEQUENCES)
+        probe = dataset.val.evaluation_windows(run.model.context, _PROBE_SEQUENCES)
         self._probe = rank_share(probe, ranks.rank, ranks.world_size)
 
     def loss(self) -> float:
@@ -42,8 +43,8 @@ class Validation:
     def _batches(self, windows: np.ndarray) -> Iterator[Batch]:
         size = self._engine.composed.micro_batch_size
         for start in range(0, len(windows), size):
-            inputs_BT, targets_BT = window_batch(self._tokens, windows[start : start + size], self._context, IGNORE_INDEX)
-            yield inputs_BT.to(self._engine.ranks.device), targets_BT.to(self._engine.ranks.device)
+            batch = window_batch(self._split, windows[start : start + size], self._context, IGNORE_INDEX, self._with_documents)
+            yield tuple(tensor_BT.to(self._engine.ranks.device) for tensor_BT in batch)
 
 
 def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
@@ -56,7 +57,7 @@ def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
     except ConfigError:  # the prompt of a recipe may not suit the corpus it was pointed at
         prompt = np.empty(0)
     if len(prompt) == 0:
-        prompt = dataset.val[:1]
+        prompt = dataset.val.read(np.array([0]), 1)[0]
     tokens_BT = torch.tensor(np.asarray(prompt, dtype=np.int64), device=engine.ranks.device)[None]
     generator = torch.Generator(engine.ranks.device).manual_seed(engine.composed.run.seed)
     with engine.evaluating():

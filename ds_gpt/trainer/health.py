@@ -207,6 +207,7 @@ class HealthMonitor:
         sound = math.isfinite(loss) and math.isfinite(grad_norm)
         searching = loss_scale is not None and not applied and math.isfinite(loss)
         confirmed = self._stopped.reaches(not searching and (not sound or not applied), step, self._config.patience)
+        confirmed |= self._stopped.length == self._config.window  # once more: nobody went back, and nothing is learned any more
         seen = f"loss {loss:.4g}, gradient norm {grad_norm:.4g} at step {step}"
         if applied and not sound:  # the engine skips such a step; if one ever gets through, nothing afterwards is worth a thing
             return self._rollback("non_finite", f"{seen}, and the weights took it", "go back: the weights hold numbers that are not finite", step, step)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask for an orderly end: the step is finished, the run saved."""
+"""Ctrl-C, SIGTERM and a closed terminal ask for an orderly end: the step is finished, the run saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ECHO_S = 2.0
 
 
 class Interruption:
-    """While active, SIGINT and SIGTERM set ``requested``; Ctrl-C once more, later, ends the process at once.
+    """While active, SIGINT, SIGTERM and SIGHUP set ``requested``; Ctrl-C once more, later, ends the process at once.
 
     A rank is asked more than once without anybody insisting: Ctrl-C in the terminal reaches it from there and as SIGTERM
     from deepspeed's launcher, and a SIGTERM to all processes of a job, as Slurm sends it, is sent again by the launcher
@@ -25,7 +25,9 @@ class Interruption:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run is to outlive its terminal
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -11,7 +11,7 @@ from ds_gpt.checkpoint.folder import retire_after, step_of
 from ds_gpt.checkpoint.resume import Loaded, load, newest_intact
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.saver import Saved, SaveError, Saver
-from ds_gpt.config import ConfigError, Problem
+from ds_gpt.config import Problem, RunStopped
 from ds_gpt.data import Dataset
 from ds_gpt.engine.engine import Engine
 from ds_gpt.trainer.evaluation import Validation
@@ -19,6 +19,7 @@ from ds_gpt.trainer.health import HealthMonitor, Verdict
 from ds_gpt.trainer.recorder import Recorder
 from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.start import facts
+from ds_gpt.trainer.watchdog import Watchdog
 
 # Relative difference of the probe loss that loading may bring: sums in another order, and weights rounded to another
 # precision. Weights of another model, or in the wrong places, differ by far more.
@@ -28,8 +29,10 @@ _SAME_PRECISION, _OTHER_PRECISION = 1e-3, 2e-2
 class Keeper:
     """Saves, resumes and rolls back; every rank makes the same calls."""
 
-    def __init__(self, engine: Engine, dataset: Dataset, folder: RunFolder, validation: Validation, recorder: Recorder) -> None:
-        self._engine, self._folder, self._validation, self._recorder = engine, folder, validation, recorder
+    def __init__(
+        self, engine: Engine, dataset: Dataset, folder: RunFolder, validation: Validation, recorder: Recorder, watchdog: Watchdog
+    ) -> None:
+        self._engine, self._folder, self._validation, self._recorder, self._watchdog = engine, folder, validation, recorder, watchdog
         self._run = engine.composed.run
         self._facts = facts(engine.composed, dataset)
         self._saver = Saver(engine, folder.checkpoints, self._run.checkpoints)
@@ -50,15 +53,16 @@ class Keeper:
             self._completed(self._saver.finish, state, last=False)
             content = {"val_loss": val_loss, "probe_loss": self._validation.probe_loss(), "facts": self._facts, "health": self.health.memory()}
             self._completed(lambda: self._saver.save(state, content, background=False if last else None), state, last)
-        else:
+        elif self._saver.busy:
             self._completed(self._saver.poll, state, last)
 
     def _completed(self, save: Callable[[], Saved | None], state: RunState, last: bool) -> None:
         try:
-            saved = save()
+            with self._watchdog.at_the_disk():
+                saved = save()
         except SaveError as error:
             if last or self._run.checkpoints.on_failure == "stop":
-                raise ConfigError(
+                raise RunStopped(
                     Problem(
                         str(error),
                         "without checkpoints the run could be lost; the previous one is intact",
@@ -71,12 +75,15 @@ class Keeper:
             text = f"saved {saved.path.name}, training stood still for {saved.stall_s:.2f} s of {saved.total_s:.2f} s"
             seconds = {"stall_s": saved.stall_s, "total_s": saved.total_s, "removed": saved.removed}
             self._recorder.event(state.step, "saved", text, seconds, show=False)
+            if saved.unremoved is not None:
+                text = f"{saved.path.name} is saved, but old checkpoints could not be removed: {saved.unremoved}"
+                self._recorder.event(state.step, "unremoved", text)
 
     def resume(self, checkpoint: Path) -> RunState:
         """Take over a checkpoint.
 
         Raises:
-            ConfigError: the model that was loaded is not the one that was saved.
+            RunStopped: the model that was loaded is not the one that was saved.
         """
         loaded = load(self._engine, checkpoint)
         self._check_restored(checkpoint, loaded)
@@ -94,7 +101,7 @@ class Keeper:
             return  # other windows: nothing to compare with
         same = loaded.saved["facts"]["precision"] == self._facts["precision"]
         if not abs(after - before) <= (_SAME_PRECISION if same else _OTHER_PRECISION) * before:
-            raise ConfigError(
+            raise RunStopped(
                 Problem(
                     f"after loading '{checkpoint}' the loss on its probe windows is {after:.4f}; when it was saved it was {before:.4f}",
                     "the restored model is not the one that was saved, though every file is intact: training on would waste the run",
@@ -112,7 +119,7 @@ class Keeper:
         """Act on what health found. Returns the state to go on from where the run was taken back, else None.
 
         Raises:
-            ConfigError: the run is to stop.
+            RunStopped: it is ``action: stop``, it came back too often, or there is no way back and no step is applied any more.
         """
         if verdict.severity == "ok":
             return None
@@ -122,24 +129,29 @@ class Keeper:
             return None
         if config.action == "stop" or state.rollbacks >= config.max_rollbacks:
             tried = f", after {state.rollbacks} rollbacks (health.max_rollbacks = {config.max_rollbacks})" if config.action == "rollback" else ""
-            raise ConfigError(
-                Problem(
-                    f"the run is sick at step {state.step}{tried}: {verdict.message}",
-                    "training on would make it worse; nothing was saved since",
-                    f"{verdict.remedy}. With that changed, --resume goes on from the last checkpoint",
-                )
-            )
+            raise _sick(state, verdict, tried, "training on would make it worse; nothing was saved since")
         return self._roll_back(state, verdict)
 
-    def _roll_back(self, state: RunState, verdict: Verdict) -> RunState | None:
-        self._completed(self._saver.finish, state, last=False)
-        target = newest_intact(self._folder.checkpoints, self._engine.ranks, self._recorder.say, verdict.good_step)
+    def _go_back(self, step: int) -> RunState | None:
+        """Load the newest checkpoint up to `step`, and remove the later ones; None where there is none."""
+        target = newest_intact(self._folder.checkpoints, self._engine.ranks, self._recorder.say, step)
         if target is None:
-            self._recorder.event(state.step, "no_rollback", f"no checkpoint from step {verdict.good_step} or before to go back to: set checkpoints.every")
             return None
         if self._engine.ranks.is_first:  # what was saved since is not to be resumed from either
             retire_after(self._folder.checkpoints, step_of(target))
-        loaded = load(self._engine, target).state
+        return load(self._engine, target).state
+
+    def _roll_back(self, state: RunState, verdict: Verdict) -> RunState | None:
+        self._completed(self._saver.finish, state, last=False)
+        with self._watchdog.at_the_disk():
+            loaded = self._go_back(verdict.good_step)
+        if loaded is None:
+            if verdict.kind == "non_finite" and verdict.step - verdict.since + 1 >= self._run.health.window:
+                raise _sick(state, verdict, ", and there is no checkpoint from before", "its weights no longer change")
+            saves = self._run.checkpoints.every is not None
+            remedy = "smaller checkpoints.every, or larger checkpoints.keep_last" if saves else "set checkpoints.every"
+            self._recorder.event(state.step, "no_rollback", f"no checkpoint from step {verdict.good_step} or before to go back to: {remedy}")
+            return None
         config = self._run.health
         # It lasts beyond the step at which the run went wrong: where checkpoints are far apart it would have ended before.
         until = max(state.lr_factor_until, state.step + config.lr_factor_steps)
@@ -169,3 +181,13 @@ class Keeper:
     def close(self) -> None:
         """End the thread that writes."""
         self._saver.close()
+
+
+def _sick(state: RunState, verdict: Verdict, tried: str, why: str) -> RunStopped:
+    return RunStopped(
+        Problem(
+            f"the run is sick at step {state.step}{tried}: {verdict.message}",
+            why,
+            f"{verdict.remedy}. With that changed, --resume goes on from the last checkpoint",
+        )
+    )

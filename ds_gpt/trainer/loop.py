@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.config import Composed
-from ds_gpt.data import Dataset, WindowSampler
+from ds_gpt.data import Dataset
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.engine.engine import Engine, StepResult
 from ds_gpt.learning.schedule import schedule
@@ -43,31 +43,32 @@ class Trainer:
     def __init__(self, composed: Composed, dataset: Dataset, engine: Engine, folder: RunFolder, console: Console | None) -> None:
         run, ranks = composed.run, engine.ranks
         self.composed, self.dataset, self.engine, self.folder = composed, dataset, engine, folder
-        sampler = WindowSampler(len(dataset.train), run.model.context, run.batch.global_batch_size, run.seed)
-        self.loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, ranks.device)
+        sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
+        share = ranks.rank, ranks.world_size, composed.micro_batch_size
+        self.loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
         self.validation = Validation(dataset, engine)
         self.learning_rate = schedule(run, ranks.world_size)
         self.recorder = Recorder(composed, ranks, folder, console)
-        self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder)
+        self.watchdog = Watchdog(folder.path, ranks.rank, run.health.hang_timeout_s, engine.model)
+        self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder, self.watchdog)
         self._val_loss: float | None = None
 
     def resume(self, checkpoint: Path) -> RunState:
-        """Take over a checkpoint; every rank must call it. Raises ConfigError where the loaded model is not the saved one."""
+        """Take over a checkpoint; every rank must call it. Raises RunStopped where the loaded model is not the saved one."""
         return self.keeper.resume(checkpoint)
 
     def train(self, state: RunState = RunState()) -> Outcome:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
         run, recorder = self.composed.run, self.recorder
-        watchdog = Watchdog(self.folder.path, self.engine.ranks.rank, run.health.hang_timeout_s, self.engine.model)
         interrupted = False
-        with Interruption() as interruption, recorder.recording(state.step), watchdog, self._closing():
+        with Interruption() as interruption, recorder.recording(state.step), self.watchdog, self._closing():
             while state.step < run.training.steps and not interrupted:
                 lr = self.learning_rate(state.step) * state.factor()
                 result = self.engine.step(state.step, self.loader.load(state.data_step), lr, interruption.requested)
                 recorder.stopwatch.step_done()
                 state = self._after_step(state.after_step(self.composed.tokens_per_step), lr, result)
                 interrupted = result.interrupted
-                watchdog.beat()
+                self.watchdog.beat()
             text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
         recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
         if text and self.engine.ranks.is_first:

@@ -173,7 +173,7 @@ def _line(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     step = line.get("step") if isinstance(line, dict) else None
-    return line if isinstance(step, int) and not isinstance(step, bool) else None
+    return line if isinstance(step, int) and not isinstance(step, bool) and abs(step) < 2**63 else None
 
 
 def _facts(folder: Path) -> Facts:

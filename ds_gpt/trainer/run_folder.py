@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -21,6 +22,7 @@ from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.data import Tokenizer
 
 STATED = "deepspeed_config.json"  # as the user gave it, "auto" and all: what --resume goes on with
+_CONFIG = ("run.yaml", "deepspeed.json", STATED, "environment.json", "tokenizer.json")
 _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
@@ -53,8 +55,7 @@ class RunFolder:
                 path = _first_free(path)
             # "x": a chosen folder may have been empty for two runs that looked at the same time.
             (path / "run.yaml").open("x").close()
-            _write_config(path, composed, dataset_digest)
-            tokenizer.save(path / "tokenizer.json")
+            _write_config(path, composed, tokenizer, dataset_digest)
         except OSError as error:
             raise _unusable(path, error) from None
         return cls(path)
@@ -63,9 +64,12 @@ class RunFolder:
         """Take the run for this process, for as long as the returned file is open; the kernel frees it if the process dies.
 
         Raises:
-            ConfigError: another process trains it.
+            ConfigError: another process trains it, or the folder cannot be written.
         """
-        lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        try:
+            lock = (self.path / ".lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise _unusable(self.path, error) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,33 +81,48 @@ class RunFolder:
                     "wait for it or stop it; without --resume a new run gets a folder of its own",
                 )
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}\n")
-        lock.flush()
+        except OSError:  # a network disk without locks (Lustre mounted without flock): a run there is worth more than the lock
+            return lock
+        with contextlib.suppress(OSError):  # full: whoever is refused does not learn by whom
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}\n")
+            lock.flush()
         return lock
 
-    def continue_from(self, step: int, composed: Composed, dataset_digest: str) -> None:
+    def continue_from(self, step: int, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> None:
         """Make the folder of an earlier run ready to go on at `step`; what is replaced is copied to ``history/``.
 
         Metrics of later steps are taken out of ``metrics.jsonl``: these steps are about to be trained again.
+
+        Raises:
+            ConfigError: the folder cannot be written. Every file in it is whole, and the run can be resumed later.
         """
-        history = _first_free(self.path / "history" / f"until_step_{step:07d}")
-        for name in ("run.yaml", "deepspeed.json", STATED, "environment.json", self.metrics.name):
-            if (self.path / name).exists():
-                shutil.copy2(self.path / name, history / name)
-        _write_config(self.path, composed, dataset_digest)
-        if self.metrics.exists():
-            kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-            trimmed = self.metrics.with_suffix(".trimmed")
-            trimmed.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(trimmed, self.metrics)
+        try:
+            history = _first_free(self.path / "history" / f"until_step_{step:07d}")
+            for name in (*_CONFIG, self.metrics.name):
+                if (self.path / name).exists():
+                    shutil.copy2(self.path / name, history / name)
+            _write_config(self.path, composed, tokenizer, dataset_digest)
+            if self.metrics.exists():
+                kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+                _write(self.metrics, "".join(f"{line}\n" for line in kept))
+        except OSError as error:
+            raise _unusable(self.path, error) from None
 
 
-def _write_config(path: Path, composed: Composed, dataset_digest: str) -> None:
-    (path / "run.yaml").write_text(yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    (path / "deepspeed.json").write_text(json.dumps(composed.deepspeed, indent=2) + "\n")
-    (path / STATED).write_text(json.dumps(composed.stated, indent=2) + "\n")
-    (path / "environment.json").write_text(json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
+def _write_config(path: Path, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> None:
+    _write(path / "run.yaml", yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False))
+    _write(path / "deepspeed.json", json.dumps(composed.deepspeed, indent=2) + "\n")
+    _write(path / STATED, json.dumps(composed.stated, indent=2) + "\n")
+    _write(path / "environment.json", json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
+    tokenizer.save(path / "tokenizer.json")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file's content as a whole: a process that dies, or a disk that is full, leaves the old one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:
@@ -144,7 +163,11 @@ def _first_free(path: Path) -> Path:
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        Problem(f"the run folder '{path}' cannot be written: {error.strerror}", "the run would leave nothing behind", "choose another with --run-dir")
+        Problem(
+            f"the run folder '{path}' cannot be written: {error.strerror}",
+            "the run would leave nothing behind",
+            "free space, mend its permissions, or choose another with --run-dir",
+        )
     )
 
 

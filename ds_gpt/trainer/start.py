@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from ds_gpt.engine.ranks import Ranks
 from ds_gpt.trainer.run_folder import STATED, RunFolder, check_unused, environment
 
 AUTO = "auto"
+_CACHED_S = 60.0  # for as long a node may believe that a folder on a network disk is not there (NFS: acdirmax)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,26 @@ def make_start(run_dir: str | None, resume: str | None, composed: Composed, data
     return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
 
 
+def require_shared(folder: Path, ranks: Ranks) -> None:
+    """Refuse a run's folder that some ranks do not see, before any step is trained; every rank must call it.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    end = time.monotonic() + _CACHED_S
+    while not (seen := _is_run(folder)) and time.monotonic() < end:
+        time.sleep(1)
+    blind = sorted({node for node in ranks.gather(None if seen else platform.node()) if node is not None})
+    if blind:
+        raise ConfigError(
+            Problem(
+                f"the run folder '{folder.absolute()}', made on the node of rank 0, is not there on {', '.join(blind)}",
+                "every rank writes its part of a checkpoint into it: no checkpoint could be saved, or read",
+                "start in a folder that all nodes share, or give one of those as --run-dir",
+            )
+        )
+
+
 def find_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: Ranks, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to load, checked against this run; every rank must call it.
 
@@ -83,9 +106,11 @@ def find_checkpoint(start: Start, composed: Composed, dataset: Dataset, ranks: R
         say: told what was passed over, and every field that differs from the saved run.
 
     Raises:
-        ConfigError: a checkpoint asked for by name is damaged, or the saved state has no meaning in this run.
+        ConfigError: some rank does not see the folder, a checkpoint asked for by name is damaged, or the saved state has
+            no meaning in this run.
     """
     try:
+        require_shared(start.folder, ranks)
         return _fitting_checkpoint(start, composed, dataset, ranks, say)
     except ConfigError:
         if ranks.is_first and not start.continues:  # just made: the next --resume would take it for the newest run
@@ -166,7 +191,8 @@ def configuration(config: str | None, deepspeed_config: str | None, overrides: S
         names = [text.removeprefix("name=") for text in overrides if text.startswith("name=")] or [read_run_yaml(named).values.get("name")]
         resumed = Path(run_dir) if run_dir else _newest(str(names[-1]))
     elif resume is not None:
-        resumed = Path(resume).parent.parent if _is_checkpoint(Path(resume)) else Path(resume)
+        # resolve: a link to a checkpoint, or ".", is not in the run's folder by its name
+        resumed = Path(resume).resolve().parent.parent if _is_checkpoint(Path(resume)) else Path(resume)
     if resumed is None or not (resumed / STATED).is_file():
         return Path(named), Path(deepspeed_config or DEFAULT_DEEPSPEED)
     return Path(config or resumed / "run.yaml"), Path(deepspeed_config or resumed / STATED)

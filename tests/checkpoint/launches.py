@@ -53,7 +53,7 @@ def launch(*words: str, alter: float | None = None) -> Launched:
         alter: what the weights are multiplied by behind the keeper's back, once a checkpoint is loaded.
     """
     from ds_gpt.commands.train import parser, train
-    from ds_gpt.config import ConfigError
+    from ds_gpt.config import NeedsAttention
     from ds_gpt.engine.ranks import Ranks
     from ds_gpt.trainer import keeper
 
@@ -72,7 +72,7 @@ def launch(*words: str, alter: float | None = None) -> Launched:
             patch.setattr(keeper, "load", load_altered)
         try:
             train(parser().parse_args(options(*words)))
-        except ConfigError as refusal:
+        except NeedsAttention as refusal:
             error = str(refusal)
     return Launched(printed.getvalue(), error)
 

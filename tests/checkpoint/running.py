@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from tiny import VOCABULARY, tiny, tiny_tokens
 
-from ds_gpt.data.tokenizer import SyntheticTokenizer
-from ds_gpt.data.tokens import Dataset
+from ds_gpt.data import Dataset, SyntheticTokenizer
 
 
 def tiny_dataset() -> Dataset:
     """The tiny tokens as a dataset."""
-    return Dataset(tokens=tiny_tokens(), tokenizer=SyntheticTokenizer(VOCABULARY), digest="tiny", val_fraction=0.1)
+    return Dataset.cut(tiny_tokens(), 0.1, SyntheticTokenizer(VOCABULARY), digest="tiny")
 
 
 RUN = ["training.steps=40", "evaluation.every=20", "evaluation.sequences=8", "sample.tokens=2", "logging.every=1", "logging.tensorboard=false"]
@@ -45,7 +44,7 @@ def train_run(ranks: Any, run_dir: str, deepspeed: str, overrides: list[str], po
     trainer = Trainer(composed, dataset, engine, folder, None)
     state = trainer.resume(checkpoint) if checkpoint else RunState()
     if start.continues and ranks.is_first:
-        folder.continue_from(state.step, composed, dataset.digest)
+        folder.continue_from(state.step, composed, dataset.tokenizer, dataset.digest)
     if poison:
         _poison(trainer, engine, poison)
     first_step = state.step

@@ -185,6 +185,18 @@ def test_what_a_killed_process_left_is_removed_by_the_next_save(tmp_path: Path) 
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step_0000001", "step_0000002"}
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_says(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        path = make(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.iterdir()} == dict.fromkeys(
+        ("rank_00000.safetensors", "rank_00001.safetensors", "run_state.json", "manifest.json"), mode
+    )
+
+
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of fsync and rename is what a power cut would show."""
     log: list[tuple[str, str]] = []

@@ -19,7 +19,7 @@ from ds_gpt.checkpoint.folder import complete, damage, step_of
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.saver import SaveError, Saver
 from ds_gpt.checkpoint.shards import ShardReader
-from ds_gpt.config import ConfigError
+from ds_gpt.config import RunStopped
 from ds_gpt.config.run import CheckpointsConfig
 
 SETTINGS = ["training.steps=13", "checkpoints.every=3", "checkpoints.keep_last=null", "model.dropout=0.1", "health.enabled=false"]
@@ -78,7 +78,7 @@ def failures(ranks: Any, folder: Path) -> dict[str, Any]:
             with at_steps(actions), slow_writes(seconds):
                 train_run(ranks, str(folder / name), "zero2", overrides, report=False)
             results[name] = ""
-        except ConfigError as error:
+        except RunStopped as error:
             results[name] = str(error)
         limit_files(None)
         results[f"{name}: threads"] = writing_threads()

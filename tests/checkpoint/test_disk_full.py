@@ -15,7 +15,7 @@ from made import contents
 from running import train_run
 
 from ds_gpt.checkpoint.folder import complete, damage, step_of
-from ds_gpt.config import ConfigError
+from ds_gpt.config import RunStopped
 
 SETTINGS = ["training.steps=9", "checkpoints.every=2", "checkpoints.keep_last=null", "health.enabled=false"]
 CONTINUE = [*SETTINGS, "checkpoints.on_failure=continue"]
@@ -50,7 +50,7 @@ def outcome(ranks: Any, run: Path, overrides: list[str], actions: dict[int, Any]
         with at_steps(actions):
             train_run(ranks, str(run), "zero2", overrides, report=False)
         error = ""
-    except ConfigError as refusal:
+    except RunStopped as refusal:
         error = str(refusal)
     return {"error": error, "threads": writing_threads()}
 

@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_its_folder(told: dict[str, Any]) -> None:
 
 def test_history_keeps_what_was_there(told: dict[str, Any]) -> None:
     history = told["history"]
-    assert history.keys() == {"run.yaml", "deepspeed.json", "deepspeed_config.json", "environment.json", "metrics.jsonl"}
+    assert history.keys() == {"run.yaml", "deepspeed.json", "deepspeed_config.json", "environment.json", "tokenizer.json", "metrics.jsonl"}
     assert yaml.safe_load(history["run.yaml"])["training"]["steps"] == 4
     assert [json.loads(line)["step"] for line in history["metrics.jsonl"].splitlines()] == [1, 2, 3, 4]
 

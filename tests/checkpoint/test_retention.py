@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from pathlib import Path
 
 import pytest
-from made import make
+from made import OneRankEngine, make
 
 from ds_gpt.checkpoint.folder import apply_retention, complete, damage, retire_after, step_of
+from ds_gpt.checkpoint.run_state import RunState
+from ds_gpt.checkpoint.saver import Saver
+from ds_gpt.config.run import CheckpointsConfig
 
 
 def kept_of(folder: Path, losses: list[float | None], keep_last: int | None, keep_every: int | None, keep_best: bool) -> list[int]:
@@ -71,6 +75,26 @@ def test_a_damaged_later_checkpoint_does_not_crowd_out_the_one_just_saved(tmp_pa
         make(tmp_path, step)
         apply_retention(tmp_path, step, 1, None, keep_best=False)
         assert damage(tmp_path / f"step_{step:07d}") is None, "saved anew, it is whole"
+
+
+def test_one_that_cannot_be_removed_does_not_cost_the_one_that_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 1)
+    rename = os.rename
+
+    def busy(old: Path, new: Path) -> None:
+        if new.name.endswith(".deleted"):
+            raise OSError(16, "Device or resource busy", str(old))
+        rename(old, new)
+
+    saver = Saver(OneRankEngine(), tmp_path, CheckpointsConfig(keep_last=1, keep_best=False))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", busy)
+        saved = saver.save(RunState(step=2), {})
+    assert saved is not None and saved.removed == [] and "busy" in str(saved.unremoved) and "step_0000001" in str(saved.unremoved)
+    assert [step_of(path) for path in complete(tmp_path)] == [2, 1] and damage(saved.path) is None
+    saved = saver.save(RunState(step=3), {})
+    assert saved is not None and sorted(saved.removed) == [1, 2] and saved.unremoved is None
+    saver.close()
 
 
 def test_later_ones_are_retired_by_a_rollback(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 from faults import at_steps
 from forked_ranks import run_ranks
+from made import make
 from running import train_run
 
-from ds_gpt.checkpoint.resume import differences, state_from
+from ds_gpt.checkpoint.resume import check_fits, differences, state_from
 from ds_gpt.checkpoint.run_state import RunState
+from ds_gpt.checkpoint.shards import ShardReader
 from ds_gpt.config import ConfigError
 
 ROLLED_BACK = RunState(step=5, data_step=9, tokens=1280, lr_factor=0.25, lr_factor_until=7, rollbacks=2, skipped=((2, 3), (6, 7)))
@@ -42,6 +45,24 @@ def test_differences_are_named_by_their_dotted_keys() -> None:
     assert differences(saved, {"model": {"width": 16, "heads": 2}, "same": [1, 2], "new": None, "other": 3}) == {
         "model.width": (8, 16), "gone.x": (1, None), "other": (None, 3),
     }  # fmt: skip
+
+
+def test_another_model_is_refused_whatever_the_option() -> None:
+    saved = {"model": {"layers": 2, "norm": "layernorm", "dropout": 0.1}, "seed": 1}
+    with pytest.raises(ConfigError) as refused:
+        check_fits(Path("step"), saved, {"model": {"layers": 3, "norm": "rmsnorm", "dropout": 0.0}, "seed": 2})
+    assert [problem.what.split()[0] for problem in refused.value.problems] == ["model.layers", "model.norm"]
+    newer = {"model": {**saved["model"], "dropout": 0.0, "bias": True}, "seed": 1}  # type: ignore[dict-item]
+    assert check_fits(Path("step"), saved, newer) == ["model.bias: None when saved, True now", "model.dropout: 0.1 when saved, 0.0 now"]
+
+
+def test_a_parameter_that_was_not_saved_does_not_start_at_zero(tmp_path: Path) -> None:
+    with ShardReader(make(tmp_path, 1)) as shards:
+        assert shards.read("w", "exp_avg", 0, 16) is None
+        with pytest.raises(ValueError, match="no parameter 'v'"):
+            shards.read("v", "weight", 0, 16)
+        with pytest.raises(ValueError, match="lacks elements 16 to 17"):
+            shards.read("w", "weight", 0, 18)
 
 
 def resumed_after_a_rollback(ranks: Any, folder: Path) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_json_is_strict(tmp_path: Path) -> None:
         ('{"step": 1}\n', ["is no metrics file"]),
         ('[1, 2]\n3\n"x"\n{"loss": 2.0}\n{"step": true, "loss": 1.0}\n', ["is no metrics file"]),
         ("\x00\x01\x02\n" * 9, ["is no metrics file"]),
+        ('{"step": 1' + "0" * 25 + ', "loss": 2.0}\n', ["is no metrics file"]),
     ],
 )
 def test_what_is_no_metrics_is_refused(tmp_path: Path, content: str | None, words: list[str]) -> None:

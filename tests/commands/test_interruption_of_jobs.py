@@ -30,6 +30,18 @@ def test_ctrl_c_and_sigterm_on_one_process(tmp_path: Path, endless: list[str]) -
         assert_saved(ended, run)
 
 
+def test_a_terminal_that_is_closed(tmp_path: Path, endless: list[str]) -> None:
+    """As where a connection breaks: nobody reads the output any more, and SIGHUP comes."""
+    run = tmp_path / "run"
+    with started(tmp_path, "bash", "-c", f'exec "$@" > >(head -n 1 >"{tmp_path}/first")', "bash", *PLAIN, TRAIN, *endless, "--run-dir", run) as job:
+        job.wait_for_step(run, 30)  # its lines would have ended it long before
+        job.interrupt(signal.SIGHUP)
+        ended = job.wait(20)
+    assert ended.status == 0 and ended.err == ""
+    assert (tmp_path / "first").read_text().startswith("model ")
+    assert checkpoint(run) == f"step_{metrics(run)[-1]['step']:07d}"
+
+
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [((*DEEPSPEED, "--num_gpus", 2), signal.SIGINT), ((*DEEPSPEED, "--num_gpus", 2), signal.SIGTERM), ((*TORCHRUN, "--nproc-per-node", 2), signal.SIGINT)],

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from ds_gpt.config import ConfigError
-from ds_gpt.data import WindowSampler
+from ds_gpt.data import Split, WindowSampler
 from ds_gpt.data.loader import BatchLoader, window_batch
 
-TOKENS = np.arange(1000, dtype=np.uint16)  # each token is its own position
+ARRAY = np.arange(1000, dtype=np.uint16)  # each token is its own position
+TOKENS = Split.of(ARRAY)
 SAMPLER = WindowSampler(len(TOKENS), context=7, global_batch_size=12, seed=3)
 
 
@@ -110,8 +111,8 @@ def test_a_closed_loader_says_so(make_loader):
 
 
 def test_a_memory_map_is_read(make_loader, tmp_path):
-    np.save(tmp_path / "t.npy", TOKENS)
-    tokens = np.load(tmp_path / "t.npy", mmap_mode="r")
+    np.save(tmp_path / "t.npy", ARRAY)
+    tokens = Split.of(np.load(tmp_path / "t.npy", mmap_mode="r"))
     assert starts(make_loader(tokens=tokens).load(4)) == starts(make_loader().load(4))
 
 

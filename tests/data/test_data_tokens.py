@@ -25,6 +25,15 @@ def data(tmp_path):
     return DataConfig(corpus=str(tmp_path / "corpus.txt"), cache_dir=str(tmp_path / "cache"))
 
 
+def ids(dataset):
+    """All its tokens."""
+    return np.concatenate([split.read(np.array([0]), len(split))[0] for split in (dataset.train, dataset.val)])
+
+
+def text(dataset):
+    return dataset.tokenizer.decode(ids(dataset))
+
+
 @pytest.fixture
 def builds(monkeypatch):
     """The files built during the test."""
@@ -37,12 +46,11 @@ def builds(monkeypatch):
 def test_the_tokens_are_the_text_split_at_one_position(data):
     dataset = prepare(data, seed=0)
     assert dataset.tokenizer == CharTokenizer.from_text(TEXT)
-    assert isinstance(dataset.tokens, np.memmap) and not dataset.tokens.flags.writeable
-    assert dataset.tokens.dtype == np.uint16
-    assert dataset.tokenizer.decode(dataset.tokens) == TEXT
+    for split in (dataset.train, dataset.val):
+        ((array,),) = split.corpora
+        assert isinstance(array, np.memmap) and not array.flags.writeable and array.dtype == np.uint16
     assert len(dataset.train) == int(0.9 * len(TEXT))
-    assert np.shares_memory(dataset.train, dataset.tokens) and np.shares_memory(dataset.val, dataset.tokens)
-    assert dataset.tokenizer.decode(dataset.train) + dataset.tokenizer.decode(dataset.val) == TEXT
+    assert text(dataset) == TEXT
 
 
 def test_a_second_call_reads_what_the_first_built(data, builds):
@@ -56,8 +64,8 @@ def test_a_changed_file_is_built_anew(data, builds):
     before = prepare(data, seed=0)
     Path(data.corpus).write_text(TEXT + "!")
     after = prepare(data, seed=0)
-    assert len(builds) == 2 and before.digest != after.digest and after.tokenizer.decode(after.tokens)[-1] == "!"
-    assert before.tokenizer.decode(before.tokens) == TEXT  # who still reads the old tokens is not disturbed
+    assert len(builds) == 2 and before.digest != after.digest and text(after)[-1] == "!"
+    assert text(before) == TEXT  # who still reads the old tokens is not disturbed
 
 
 def test_the_same_file_by_another_path_is_not(data, builds, tmp_path):
@@ -70,7 +78,7 @@ def test_the_same_file_by_another_path_is_not(data, builds, tmp_path):
 def test_the_synthetic_corpus_follows_the_seed_and_its_settings(tmp_path, builds):
     data = DataConfig(corpus="synthetic", cache_dir=str(tmp_path), synthetic=SyntheticConfig(tokens=5000))
     first = prepare(data, seed=1)
-    assert first.tokenizer == SyntheticTokenizer(64) and len(first.tokens) == 5000
+    assert first.tokenizer == SyntheticTokenizer(64) and len(ids(first)) == 5000
     other = data.model_copy(update={"synthetic": SyntheticConfig(tokens=5000, branching=3)})
     digests = {first.digest, prepare(data, seed=2).digest, prepare(other, seed=1).digest, prepare(data, seed=1).digest}
     assert len(digests) == len(builds) == 3
@@ -78,7 +86,7 @@ def test_the_synthetic_corpus_follows_the_seed_and_its_settings(tmp_path, builds
 
 def test_the_default_corpus_needs_nothing(tmp_path):
     dataset = prepare(DataConfig(cache_dir=str(tmp_path)), seed=0)
-    assert len(dataset.tokens) > 300_000 and 80 < dataset.tokenizer.vocab_size < 1000
+    assert len(ids(dataset)) > 300_000 and 80 < dataset.tokenizer.vocab_size < 1000
 
 
 def truncate(npy, _):
@@ -146,7 +154,7 @@ def test_damaged_files_are_built_anew(damage, data, builds):
     digest = prepare(data, seed=0).digest
     damage(builds[0], builds[0].with_suffix(".json"))
     dataset = prepare(data, seed=0)
-    assert len(builds) == 2 and dataset.digest == digest and dataset.tokenizer.decode(dataset.tokens) == TEXT
+    assert len(builds) == 2 and dataset.digest == digest and text(dataset) == TEXT
 
 
 def test_a_damaged_header_never_crashes(data, builds):
@@ -158,7 +166,7 @@ def test_a_damaged_header_never_crashes(data, builds):
             damaged[position] = value
             builds[0].write_bytes(damaged)
             dataset = tokens._read(builds[0], 0.1)
-            assert dataset is None or dataset.tokenizer.decode(dataset.tokens) == TEXT
+            assert dataset is None or text(dataset) == TEXT
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named(data, tmp_path):
@@ -205,7 +213,7 @@ def prepare_in_process(data, barrier, log, answers):
     tokens._build = logged_build
     barrier.wait()
     dataset = prepare(data, seed=0)
-    answers.put((dataset.digest, len(dataset.tokens), int(dataset.tokens.sum())))
+    answers.put((dataset.digest, len(ids(dataset)), int(ids(dataset).sum())))
 
 
 def test_four_processes_at_once_build_once_and_agree(tmp_path):
@@ -240,7 +248,7 @@ def test_a_killed_builder_leaves_no_lock(data, builds):
     assert held.wait(timeout=60)
     process.kill()
     process.join(timeout=60)
-    assert prepare(data, seed=0).tokenizer.decode(prepare(data, seed=0).tokens) == TEXT
+    assert text(prepare(data, seed=0)) == TEXT
 
 
 def test_importing_the_package_imports_no_torch():

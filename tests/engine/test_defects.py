@@ -445,6 +445,25 @@ def test_our_selective_checkpointing_is_right_after_another_engine_of_zero_3() -
     assert curves[0] == curves[1] and curves[2] == curves[3]
 
 
+# ---- One rank of ZeRO-0 sums up with nobody ---------------------------------------------------------------------------
+
+
+def sums_of_one_step(ranks: Any, composed: Composed | None) -> int:
+    """All-reduces of a step; by `alone` where nothing is composed."""
+    from ds_gpt.engine.engine import Engine
+
+    engine = Engine(composed, ranks) if composed else alone(one_weight())
+    with torch.profiler.profile() as profiler:
+        engine.step(0, tiny_loader(composed, 0, 1).load(0), LR) if composed else push(engine, 1.0)
+    return sum("allreduce" in event.name for event in profiler.events())
+
+
+def test_one_rank_without_zero_sums_nothing() -> None:
+    (alone_sums,) = run_ranks(1, sums_of_one_step, None)
+    assert alone_sums > 0, mended("skip_reduction_of_one (defects.py)")
+    assert run_ranks(1, sums_of_one_step, tiny("zero0", 1)) == [0]
+
+
 # ---- The C++ op for shared memory -------------------------------------------------------------------------------------
 
 TRAIN_ALONE = """

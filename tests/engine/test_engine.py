@@ -16,7 +16,7 @@ from test_defects import same, whole_weights
 from tiny import VOCABULARY, tiny, tiny_loader, tiny_tokens, whole_batch
 
 from ds_gpt.config import Composed, ConfigError
-from ds_gpt.data import rank_share
+from ds_gpt.data import Split, rank_share
 from ds_gpt.data.loader import window_batch
 from ds_gpt.learning.loss import IGNORE_INDEX
 from ds_gpt.model.gpt import GPT
@@ -233,7 +233,7 @@ def evaluation_settings(world_size: int, stage: str) -> Composed:
 
 def ragged(offsets: np.ndarray, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows of which the k-th counts its first 2 k + 1 tokens only."""
-    inputs_BT, targets_BT = window_batch(tiny_tokens(), offsets, context, IGNORE_INDEX)
+    inputs_BT, targets_BT = window_batch(Split.of(tiny_tokens()), offsets, context, IGNORE_INDEX)
     for row, offset in enumerate(offsets):
         if offset >= 0:
             targets_BT[row, 2 * (int(offset) // 16) + 1 :] = IGNORE_INDEX

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ds_gpt.config import Composed, Hardware, load
-from ds_gpt.data import WindowSampler
+from ds_gpt.data import Split, WindowSampler
 from ds_gpt.data.loader import BatchLoader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def tiny_sampler(composed: Composed) -> WindowSampler:
 
 def tiny_loader(composed: Composed, rank: int, ranks: int) -> BatchLoader:
     """One rank's share of the run's batches."""
-    return BatchLoader(tiny_tokens(), tiny_sampler(composed), rank, ranks, composed.micro_batch_size, "cpu")
+    return BatchLoader(Split.of(tiny_tokens()), tiny_sampler(composed), rank, ranks, composed.micro_batch_size, "cpu")
 
 
 def train_curve(ranks: Any, composed: Composed, steps: int, lr: float = 0.01) -> list[tuple[float, float]]:

@@ -40,7 +40,9 @@ def deepspeed() -> int:
 def launch() -> int:
     """launch.py: start two ranks, end them all when one fails or a signal comes."""
     note("pids", str(os.getpid()))
-    ranks = [subprocess.Popen([sys.executable, __file__], env={**os.environ, "STAND_IN_PART": "rank", "RANK": str(rank)}) for rank in range(2)]
+    train = Path(__file__).resolve().parents[2] / "ds_gpt" / "train.py"
+    command = [sys.executable, __file__, str(train)]
+    ranks = [subprocess.Popen(command, env={**os.environ, "STAND_IN_PART": "rank", "RANK": str(rank)}) for rank in range(2)]
 
     def end_ranks(number: int, frame: FrameType | None) -> None:
         note("launch", signal.Signals(number).name)

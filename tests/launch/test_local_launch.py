@@ -193,6 +193,17 @@ def test_no_process_outlives_the_script(stand_in: StandIn) -> None:
     assert result.returncode == 0 and len(stand_in.pids()) == 5 and stand_in.alive() == []
 
 
+def test_a_killed_launcher_is_no_success(stand_in: StandIn) -> None:
+    """`deepspeed` itself ends with 0 then, and the ranks train on without parents."""
+    with stand_in.started(SCRIPT) as process:
+        wait_until(lambda: ranks_started(stand_in))
+        os.kill(stand_in.pids()[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 137 and "launch.py was killed" in said
+        assert [stand_in.lines(f"rank.{rank}") for rank in range(2)] == [["started", "SIGTERM", "saved"]] * 2
+        assert stand_in.alive() == []
+
+
 STUB = '''
 import os, signal, sys, time
 folder, rank, seen = os.environ["STAND_IN"], os.environ["RANK"], []

@@ -17,7 +17,8 @@ GPT_1B = ModelConfig(layers=20, width=2048, heads=16, ffn_width=8192, context=20
 
 
 OPTIONS = {
-    "positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "kv_heads": 2, "bias": False, "qk_norm": True, "tied_head": False, "sliding_window": 3,
+    "positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "kv_heads": 2, "bias": False, "qk_norm": True,
+    "tied_head": False, "sliding_window": 3,
 }  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def test_rotation_turns_pairs_by_the_papers_angles():
     pairs = torch.complex(heads[..., :4], heads[..., 4:])
     frequencies = torch.tensor([500.0 ** (-2 * k / 8) for k in range(4)])
     turned = pairs * torch.exp(1j * places[:, None] * frequencies)[:, None, None, :]
-    torch.testing.assert_close(rotate(heads, rotation(places, 8, 500.0)), torch.cat((turned.real, turned.imag), dim=-1), rtol=1e-4, atol=1e-4)
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    torch.testing.assert_close(rotate(heads, rotation(places, 8, 500.0)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rotation_is_rounded_once_in_a_bf16_model():
@@ -142,7 +143,7 @@ def test_shared_heads_are_equal_heads(kv_heads):
 @pytest.mark.parametrize("shared", [1, 2])
 def test_attend_is_attention_over_the_last_keys_of_the_window(shared, queries, keys, window):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, length, 8) for heads, length in ((4, queries), (4 // shared, keys), (4 // shared, keys)))
+    q, k, v = (torch.randn(2, heads, length, 8) for heads, length in ((4, queries), *2 * ((4 // shared, keys),)))
     mixtures = torch.zeros_like(q)
     for b, h, t in itertools.product(range(2), range(4), range(queries)):
         last = keys - queries + t

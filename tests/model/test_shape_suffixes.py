@@ -14,7 +14,9 @@ from ds_gpt.model.gpt import GPT
 
 # All differ but S, which is T where a sequence attends to itself.
 SIZES = {"B": 2, "T": 5, "S": 5, "D": 24, "H": 6, "G": 3, "K": 4, "F": 7, "V": 11}
-OPTIONS = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "qk_norm": True, "tied_head": False}
+OPTIONS = {
+    "positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "qk_norm": True, "tied_head": False,
+}  # fmt: skip
 SUFFIX = re.compile(r"_([BTSDHGKFVR]+)$")
 MODEL_FILES = frozenset(str(path) for path in Path(ds_gpt.model.__file__).parent.glob("*.py"))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +129,26 @@ def test_lines_stay_above_the_bar() -> None:
     console.say("the end")
     assert "step    100  loss 2.3457  validation loss 2.0000 (perplexity 7.39)" in frames(printed)
     assert "a remark" in frames(printed) and frames(printed)[-2] == "the end"
+
+
+@pytest.mark.parametrize("buffering", [1, -1], ids=["lines, as a terminal", "blocks"])
+@pytest.mark.parametrize("gone", ["pipe", "disk"])
+def test_nobody_reads_and_the_run_goes_on(gone: str, buffering: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended by ``| head``, by a terminal that is closed, or by a log on a full disk, it would be lost."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = os.fdopen(writer, "w", buffering) if gone == "pipe" else Path("/dev/full").open("w", buffering)
+    with pytest.raises(OSError):
+        print("unheeded", file=file, flush=True)
+    monkeypatch.setattr(sys, "stdout", file)
+    console = Console(900)
+    console.start(0)
+    for _ in range(3):
+        console.write({**METRICS, "val_loss": 2.0})
+        console.say("a remark")
+    console.close()
+    with pytest.raises(OSError):  # the text that is left in the file's buffer
+        file.close()
 
 
 def test_the_cursor_is_never_left_hidden() -> None:

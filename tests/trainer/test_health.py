@@ -153,6 +153,12 @@ def test_non_finite_numbers(loss: float, grad_norm: float) -> None:
     assert kinds(judged(monitor(), [loss], 1, grad_norm)) == [("non_finite", "rollback")]
 
 
+def test_steps_that_are_never_applied_are_told_once_more_after_a_window() -> None:
+    """Where there was no checkpoint to go back to, the run would go on like that for days."""
+    verdicts = [v for v in judged(monitor(window=32), [3.0] * 100, 1, NAN, applied=False) if v.kind == "non_finite"]
+    assert [(v.severity, v.step, v.since) for v in verdicts] == [("warn", 1, 1), ("rollback", 3, 1), ("rollback", 32, 1)]
+
+
 def test_a_lone_skip_does_not_disturb_the_losses() -> None:
     well = monitor()
     judged(well, learning(100))

@@ -12,20 +12,31 @@ import pytest
 from ds_gpt.trainer import interruption as interruption_module
 from ds_gpt.trainer.interruption import Interruption
 
-INT, TERM = signal.SIGINT, signal.SIGTERM
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def test_the_first_signal_is_a_request_and_handlers_come_back() -> None:
-    before = {number: signal.getsignal(number) for number in (INT, TERM)}
-    for number in (INT, TERM):
+    before = {number: signal.getsignal(number) for number in (INT, TERM, HUP)}
+    for number in (INT, TERM, HUP):
         with Interruption() as interruption:
             assert not interruption.requested
             os.kill(os.getpid(), number)
             assert interruption.requested
-        assert {number: signal.getsignal(number) for number in (INT, TERM)} == before
+        assert {number: signal.getsignal(number) for number in (INT, TERM, HUP)} == before
     with pytest.raises(ZeroDivisionError), Interruption():
         _ = 1 / 0
-    assert {number: signal.getsignal(number) for number in (INT, TERM)} == before
+    assert {number: signal.getsignal(number) for number in (INT, TERM, HUP)} == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(HUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), HUP)
+            assert not interruption.requested
+        assert signal.getsignal(HUP) == signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
 
 
 class Clock:

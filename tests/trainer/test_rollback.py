@@ -37,13 +37,13 @@ def events(folder: Path, *names: str) -> list[dict[str, Any]]:
 
 def runs(ranks: Any, folder: Path, cases: dict[str, tuple[list[str], dict[int, str]]]) -> dict[str, Any]:
     """Each case's end state and said error; all ranks end alike."""
-    from ds_gpt.config import ConfigError
+    from ds_gpt.config import RunStopped
 
     results = {}
     for name, (overrides, poison) in cases.items():
         try:
             results[name] = train_run(ranks, str(folder / name), "zero2", [*SETTINGS, *overrides], poison)
-        except ConfigError as error:
+        except RunStopped as error:
             results[name] = str(error)
     return results
 
@@ -62,6 +62,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         "warn": (["health.action=warn"], stretch("loss", 5)),
         "stop": (["health.action=stop"], stretch("loss", 5)),
         "unsaved": (["checkpoints.every=null"], stretch("loss", 5)),
+        "lost": (["checkpoints.every=null"], stretch("nan", 1000)),
         "due": ([], {AT - 1: "loss"}),
     }
     first, other = run_ranks(2, runs, folder, cases, deadline_s=300)
@@ -167,6 +168,13 @@ def test_without_a_checkpoint_it_is_said_and_training_goes_on(ran: tuple[Path, d
     (event,) = events(folder / "unsaved", "no_rollback")
     assert "set checkpoints.every" in event["text"]
     assert results["unsaved"]["state"].step == results["unsaved"]["state"].data_step == 120
+
+
+def test_a_run_that_has_no_way_back_and_applies_no_step_is_ended(ran: tuple[Path, dict[str, Any]]) -> None:
+    folder, results = ran
+    assert "the run is sick at step 114, and there is no checkpoint from before: " in results["lost"]
+    assert "the 64. step in a row without an update" in results["lost"]
+    assert [event["step"] for event in events(folder / "lost", "no_rollback")] == [53]
 
 
 def test_a_save_that_falls_on_a_suspect_step_is_made_up_for(ran: tuple[Path, dict[str, Any]]) -> None:

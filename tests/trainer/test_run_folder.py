@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,6 +81,71 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("runs").touch()
     assert "'runs/quickstart' cannot be written: File exists" in refused(create)
+
+
+def test_it_goes_on_with_another_configuration_and_tokenizer_and_keeps_the_old(tmp_path: Path) -> None:
+    """Where no checkpoint is intact the run starts again, on whatever text it is given."""
+    folder, tokenizer = create(str(tmp_path / "run")), SyntheticTokenizer(VOCABULARY + 1)
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    folder.continue_from(1, tiny("zero3", 1), tokenizer, "other")
+    assert load_tokenizer(folder.path / "tokenizer.json") == tokenizer
+    assert json.loads((folder.path / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
+    assert folder.metrics.read_text() == '{"step": 1}\n'
+    history = folder.path / "history" / "until_step_0000001"
+    assert load_tokenizer(history / "tokenizer.json") == TOKENIZER
+    assert json.loads((history / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 2
+    assert not list(folder.path.glob(".*"))
+
+
+def test_a_disk_that_fills_up_while_it_goes_on_leaves_a_run_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each of the files: what is there is whole, the old or the new."""
+    new, write_text, failures = tiny("zero3", 1), Path.write_text, 0
+    whole = {}
+    for composed in (tiny("zero2", 2), new):
+        made = RunFolder.create(str(tmp_path / f"whole-{composed.zero_stage}"), composed, TOKENIZER, "digest")
+        for path in made.path.iterdir():
+            whole.setdefault(path.name, set()).add(path.read_text())
+    while True:
+        folder, written = create(str(tmp_path / f"run-{failures}")), []
+
+        def fill_up(path: Path, text: str, fails_at: int = failures, written: list[Path] = written, **options: str) -> int:
+            written.append(path)
+            if len(written) <= fails_at:
+                return write_text(path, text, **options)
+            write_text(path, text[: len(text) // 2], **options)
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", fill_up)
+            try:
+                folder.continue_from(0, new, TOKENIZER, "digest")
+            except ConfigError as error:
+                assert "cannot be written: No space left on device" in str(error)
+                failures += 1
+            else:
+                break
+        for path in folder.path.glob("[!.]*.*"):
+            assert path.read_text() in whole[path.name], path
+        folder.continue_from(0, new, TOKENIZER, "digest")
+    assert failures >= 4
+
+
+def test_one_process_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create(str(tmp_path / "run"))
+    claim = folder.claim()
+    assert f"is being trained by process {os.getpid()} on " in refused(folder.claim)
+    claim.close()
+    folder.claim().close()
+    (folder.path / ".lock").unlink()
+    (folder.path / ".lock").mkdir()
+    assert "cannot be written: Is a directory" in refused(folder.claim)
+    (folder.path / ".lock").rmdir()
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # Lustre without -o flock
+    folder.claim().close()
 
 
 def test_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def on_two_ranks(ranks: Any, folder: Path) -> Pair:
     tokens = synthetic_tokens(synthetic.run.data.synthetic, synthetic.run.seed)
     short = train(ranks, tiny("zero1", 2, SHORT), TinyDataset(), folder / "short")
     train(ranks, constant, TinyDataset(), folder / "constant")
-    learned = train(ranks, synthetic, Dataset(tokens, SyntheticTokenizer(16), "synthetic", 0.1), folder / "synthetic")
+    learned = train(ranks, synthetic, Dataset.cut(tokens, 0.1, SyntheticTokenizer(16), "synthetic"), folder / "synthetic")
     return Pair(folder, short, learned, train_curve(ranks, constant, constant.run.training.steps, constant.run.optimizer.lr))
 
 

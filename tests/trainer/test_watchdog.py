@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from forked_ranks import Job, run_ranks
+from torch import nn
+
+from ds_gpt.trainer.watchdog import Watchdog
 
 for _folder in ("checkpoint", "commands"):
     sys.path.append(str(Path(__file__).parents[1] / _folder))
@@ -71,7 +75,7 @@ def test_a_rank_that_hangs_with_the_gil_speaks_too(tmp_path: Path) -> None:
 
 
 def slow(ranks: Any, folder: Path) -> Any:
-    """Every part takes longer than the timeout, none of its passes does; a save takes most of it."""
+    """Every part takes longer than the timeout, none of its passes does; a save takes longer too, and has no passes."""
     from ds_gpt.checkpoint import saver
     from ds_gpt.model.gpt import GPT
 
@@ -82,7 +86,7 @@ def slow(ranks: Any, folder: Path) -> Any:
         return forward(self, tokens_BT)
 
     def slow_write(*args: Any) -> Any:
-        time.sleep(0.8)
+        time.sleep(2.0)
         return write(*args)
 
     started_at = time.monotonic()
@@ -98,6 +102,31 @@ def test_what_is_slow_but_gets_on_is_left_alone(tmp_path: Path) -> None:
     for step, seconds in run_ranks(2, slow, tmp_path):
         assert step == 2 and seconds > 8
     assert not (tmp_path / "stacks").exists() and (tmp_path / "sample.txt").exists()
+
+
+def at_a_dead_disk(folder: Path) -> None:
+    model = nn.Identity()
+    with (folder / "stderr").open("w") as said, Watchdog(folder, 0, 0.2, model) as watchdog:
+        sys.__stderr__ = said
+        with watchdog.at_the_disk():
+            time.sleep(1)
+        (folder / "saved").touch()
+        with watchdog.at_the_disk():
+            time.sleep(60)
+
+
+def test_a_disk_has_ten_times_as_long_and_no_longer(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=at_a_dead_disk, args=(tmp_path,))
+    process.start()
+    process.join(20)
+    assert process.exitcode == 1 and (tmp_path / "saved").exists()
+    assert "nothing finished in 2 s (at the disk: 10 x health.hang_timeout_s)" in (tmp_path / "stderr").read_text()
+    assert "at_a_dead_disk" in (tmp_path / "stacks" / "rank_00000.txt").read_text()
+
+
+def test_a_timeout_of_ages_is_no_watch(tmp_path: Path) -> None:
+    with Watchdog(tmp_path, 0, 1e15, nn.Identity()) as watchdog, watchdog.at_the_disk():
+        pass
 
 
 # Under the real launcher

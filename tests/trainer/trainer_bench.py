@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console as RichConsole
 from tiny import VOCABULARY, tiny_tokens
 
 from ds_gpt.config import Composed
-from ds_gpt.data import Dataset, SyntheticTokenizer, Tokenizer
+from ds_gpt.data import Dataset, Split, SyntheticTokenizer, Tokenizer
 
 KEYS = ["step", "tokens", "loss", "lr", "grad_norm", "step_s", "tokens_per_s", "mfu", "peak_bytes"]
 STRAGGLER = ["straggler", "straggler_slowdown"]  # with more than one rank
@@ -24,11 +23,8 @@ class TinyDataset(Dataset):
     """Trains on all of the harness's tokens, as ``tiny.train_curve`` does, and validates on the last of them."""
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        super().__init__(tiny_tokens(), tokenizer or SyntheticTokenizer(VOCABULARY), "tiny", 0.1)
-
-    @property
-    def train(self) -> np.ndarray:
-        return self.tokens
+        tokenizer = tokenizer or SyntheticTokenizer(VOCABULARY)
+        super().__init__(Split.of(tiny_tokens()), Dataset.cut(tiny_tokens(), 0.1, tokenizer, "tiny").val, tokenizer, "tiny")
 
 
 @dataclass(frozen=True)
