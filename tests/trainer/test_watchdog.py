@@ -81,9 +81,9 @@ def slow(ranks: Any, folder: Path) -> Any:
 
     forward, write = GPT.forward, saver.write_shard
 
-    def slow_forward(self: GPT, tokens_BT: Any) -> Any:
+    def slow_forward(self: GPT, *args: Any, **options: Any) -> Any:
         time.sleep(0.45)
-        return forward(self, tokens_BT)
+        return forward(self, *args, **options)
 
     def slow_write(*args: Any) -> Any:
         time.sleep(2.0)
