@@ -81,9 +81,9 @@ def slow(ranks: Any, folder: Path) -> Any:
 
     forward, write = GPT.forward, saver.write_shard
 
-    def slow_forward(self: GPT, tokens_BT: Any) -> Any:
+    def slow_forward(self: GPT, *args: Any, **options: Any) -> Any:
         time.sleep(0.45)
-        return forward(self, tokens_BT)
+        return forward(self, *args, **options)
 
     def slow_write(*args: Any) -> Any:
         time.sleep(2.0)
@@ -146,7 +146,7 @@ main()
 """
 SMALL = (
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "training.steps=1000000", "evaluation.every=1000000", "evaluation.sequences=8",
-    "data.corpus=synthetic", "data.synthetic.tokens=20000", "logging.level=DEBUG", "logging.tensorboard=false", "checkpoints.every=3",
+    "data.corpus=synthetic", "data.synthetic.tokens=20000", "logging.level=DEBUG", "logging.tensorboard=false", "checkpoints.every=null",  # in a save the watchdog waits ten times as long
 )  # fmt: skip
 
 
