@@ -105,6 +105,13 @@ class Shapes:
                     "--set model.vocab_size=N: about 100 for a character tokenizer, 50304 for GPT-2's",
                 )
             )
+        if not composed.run.data.attend_across_documents:
+            raise ConfigError(
+                Problem(
+                    "data.attend_across_documents = false", "the planner has no figures for the masks that keep documents apart, T x T a sequence",
+                    "--set data.attend_across_documents=true, and leave room for them",
+                )
+            )  # fmt: skip
         stage, precision = composed.zero_stage, composed.precision
         overlap = zero.get("overlap_comm")
         return cls(

@@ -68,6 +68,8 @@ def test_what_it_has_no_figures_for_is_refused() -> None:
         gpt_1b("torch_autocast.enabled=true")
     with pytest.raises(ConfigError, match="only the tokenizer knows V"):
         gpt_1b("model.vocab_size=auto")
+    with pytest.raises(ConfigError, match="no figures for the masks"):
+        gpt_1b("data.corpus=/somewhere", "data.attend_across_documents=false")
 
 
 def test_benchmarks_ask_for_both_at_once() -> None:
