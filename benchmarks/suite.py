@@ -53,7 +53,7 @@ def selected(suite: Suite, only: Sequence[str], skip: Sequence[str]) -> list[Cas
 def digest(case: Case, here: machine.Machine) -> str:
     """What a record must share to stand for this case: its definition, composed configuration, versions and device."""
     composed = case.composed(here.hardware(case.ranks))
-    definition = {key: value for key, value in asdict(case).items() if key not in ("name", "deadline_s", "ladder")}
+    definition = {key: value for key, value in asdict(case).items() if key not in ("name", "deadline_s", "ladder", "goals")}
     parts = [definition, composed.run.model_dump(mode="json"), composed.deepspeed, versions(), here.name]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
