@@ -103,6 +103,7 @@ class Suite:
         bf16: whether that device computes bf16 at full speed.
         rounds: how often each case is run, each time in processes of its own.
         cases: in the order of the file.
+        source: how the command line named it.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Suite:
     bf16: bool
     rounds: int
     cases: tuple[Case, ...]
+    source: str = ""
 
     def hardware(self, ranks: int) -> Hardware:
         """The devices that the suite is meant for."""
@@ -140,7 +142,7 @@ def read_suite(name: str) -> Suite:
     if problems:
         raise ConfigError(problems)
     return Suite(
-        path.stem, about, content["device"], content.get("devices", content["device"]), content.get("bf16", False), content.get("rounds", 1), tuple(cases)
+        path.stem, about, content["device"], content.get("devices", content["device"]), content.get("bf16", False), content.get("rounds", 1), tuple(cases), name
     )
 
 

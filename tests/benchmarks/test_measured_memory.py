@@ -11,10 +11,10 @@ import torch
 from forked_ranks import run_ranks
 from tiny import tiny, tiny_loader
 
-from benchmarks.cases import Case
+from benchmarks.bench import Bench
+from benchmarks.breakdown import common, length, memory_by_kind, profiled, seen, time_by_phase, union
 from benchmarks.collectives import Collectives
 from benchmarks.ledger import Ledger
-from benchmarks.worker import Bench, memory_by_kind, time_by_phase
 from ds_gpt.model.counts import parameters
 
 RANKS = 2
@@ -22,7 +22,6 @@ RANKS = 2
 WIDE = ["model.layers=4", "model.width=384", "batch.global_batch_size=4", "batch.micro_batch_size=1"]
 WIDE += ["zero_optimization.reduce_bucket_size=200000", "zero_optimization.stage3_prefetch_bucket_size=200000"]
 WIDE += ["zero_optimization.stage3_max_live_parameters=400000", "zero_optimization.stage3_max_reuse_distance=400000", "activation_checkpointing=null"]
-CASE = Case("tiny", "quickstart", RANKS, 1)
 DELAY_S = 0.05
 
 
@@ -31,17 +30,18 @@ def bench(ranks: Any, composed: Any, trainer: str = "ds_gpt") -> tuple[Bench, Co
 
     collectives = Collectives()
     collectives.install()
-    made = Bench(CASE, composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
+    made = Bench(composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
     made.step()
     return made, collectives
 
 
 def memory_of(ranks: Any, composed: Any) -> dict[str, Any]:
     made, collectives = bench(ranks, composed)
-    found = memory_by_kind(made, collectives)
+    found: dict[str, Any] = {}
+    made.run([(2, memory_by_kind(made, collectives, found))])
     kept_whole = sum(p.ds_numel for p in made.trainee.model.parameters() if getattr(p, "ds_persist", False))
     largest = max(getattr(p, "ds_numel", p.numel()) for p in made.trainee.model.parameters())
-    made.loader.close()
+    made.close()
     return {**found, "kept_whole": kept_whole, "largest": largest}
 
 
@@ -107,10 +107,11 @@ def times_of(ranks: Any, composed: Any, trainer: str) -> dict[str, Any]:
 
     made.trainee.step, made.loader.load = slow_step, slow_load
     seen = [made.step() for _ in range(3)]
-    breakdown = time_by_phase(made, collectives)
-    made.loader.close()
-    updates = made.trainee.engine.deepspeed.global_steps if trainer == "ds_gpt" else made.step_number
-    return {"seen": seen, "breakdown": breakdown, "losses": made.losses, "norms": made.grad_norms, "updates": updates, "steps": made.step_number}
+    breakdown: dict[str, Any] = {}
+    made.run([(3, time_by_phase(made, collectives, breakdown))])
+    made.close()
+    updates = made.trainee.engine.deepspeed.global_steps if trainer == "ds_gpt" else len(made.steps_s)
+    return {"seen": seen, "breakdown": breakdown, "losses": made.losses, "norms": made.grad_norms, "updates": updates, "steps": len(made.steps_s)}
 
 
 @pytest.mark.parametrize("trainer", ["ds_gpt", "ddp", "fsdp2"])
