@@ -14,8 +14,8 @@ from benchmarks.results import Record, peak_bytes, read
 from ds_gpt.planner import Prediction
 
 SUITE = "device_smoke"
-# Rounding of bf16 (8 bits) in weights and activations, averaged over 16,384 tokens: ZeRO-1 to 3 differ from plain PyTorch
-# by 1e-3 at most in the first steps on a CPU. Another model, data order or scale is off by more than this at once.
+# Rounding of bf16 (8 bits) in weights and activations: on a CPU every stage's first 20 losses of a small model are within
+# 8e-4 of plain PyTorch's (autocast). Another model, data order or scale of the gradients is off by more than this at once.
 CURVE_TOLERANCE = 0.01
 # The planner counts what is asked for; cuBLAS's workspaces, which it does not know, come on top.
 MEMORY_TOLERANCE = 0.10
