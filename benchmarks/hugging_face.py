@@ -25,7 +25,8 @@ from benchmarks.bench import Bench, Part
 from benchmarks.ledger import deepspeeds_tensors
 from benchmarks.trainers import watch_deepspeed
 from ds_gpt.config import Composed
-from ds_gpt.data import WindowSampler
+from ds_gpt.data.sampler import Sampler
+from ds_gpt.data.split import Split
 from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.learning.schedule import schedule
@@ -51,8 +52,8 @@ class WithLoss(nn.Module):
 class Windows(Dataset[dict[str, Tensor]]):
     """The run's windows one after another, so that reading them in order gives every step its batch."""
 
-    def __init__(self, tokens: np.ndarray, sampler: WindowSampler, steps: int) -> None:
-        self._tokens, self._sampler, self._steps = tokens, sampler, steps
+    def __init__(self, split: Split, sampler: Sampler, steps: int) -> None:
+        self._split, self._sampler, self._steps = split, sampler, steps
         self._ahead: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def __len__(self) -> int:
@@ -62,8 +63,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         step, place = divmod(index, self._sampler.global_batch_size)
         if self._ahead[0] != step:
             self._ahead = step, self._sampler.windows(step)
-        start = int(self._ahead[1][place])
-        window = torch.from_numpy(self._tokens[start : start + self._sampler.context + 1].astype(np.int64))
+        window = torch.from_numpy(self._split.read(self._ahead[1][place : place + 1], self._sampler.context + 1)[0])
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
@@ -113,14 +113,14 @@ class HuggingFaceBench(Bench):
     Args:
         composed: the configuration, its vocabulary included.
         ranks: this process among the others; connected.
-        tokens: of the training split.
+        split: what is trained on.
         sampler: the run's windows.
     """
 
     trainee: HuggingFaceTrainee
 
-    def __init__(self, composed: Composed, ranks: Ranks, tokens: np.ndarray, sampler: WindowSampler) -> None:
-        self._tokens, self._sampler = tokens, sampler
+    def __init__(self, composed: Composed, ranks: Ranks, split: Split, sampler: Sampler) -> None:
+        self._split, self._sampler = split, sampler
         super().__init__(composed, ranks, HuggingFaceTrainee(composed), loader=None)
 
     def run(self, parts: Sequence[Part]) -> None:
@@ -132,7 +132,7 @@ class HuggingFaceBench(Bench):
                 self.ranks,
                 model=WithLoss(self.trainee.model),
                 args=arguments(self.composed, self.ranks, steps, folder),
-                train_dataset=Windows(self._tokens, self._sampler, steps),
+                train_dataset=Windows(self._split, self._sampler, steps),
             )
             trainer.add_callback(_Clock(self, trainer, parts))
             trainer.train()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,6 @@ from benchmarks.cases import Case, read_suite
 GOLDEN = Path(__file__).parent / "golden"
 TINY = ("model.layers=2", "model.width=32", "model.context=32")
 
-needs_hugging_face = pytest.mark.skipif(
-    find_spec("transformers") is None or find_spec("accelerate") is None, reason="transformers and accelerate are not installed (extra: peers)"
-)
-
 
 def measured(trainer: str, deepspeed: str, ranks: int) -> dict[str, Any]:
     case = Case("a", "quickstart", ranks, 4, deepspeed, 16, trainer=trainer, threads=1, warmup=1, steps=3, deadline_s=120, overrides=TINY)
@@ -29,7 +24,6 @@ def measured(trainer: str, deepspeed: str, ranks: int) -> dict[str, Any]:
     return outcome.by_rank[0]
 
 
-@needs_hugging_face
 def test_hugging_faces_trainer_trains_the_same_curve_and_is_measured_alike() -> None:
     peer, ours = measured("hf_trainer", "zero2", 2), measured("ds_gpt", "zero2", 2)
     for key in ("losses", "grad_norms"):
