@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import checkpoints, compare, convergence, overhead, planner_report, readme, report, suite
+from benchmarks import checkpoints, checks, compare, convergence, overhead, planner_report, readme, report, suite
 from ds_gpt.commands.failure import print_or_fail, run_or_fail
 
 CASES = {"checkpoints": checkpoints, "convergence": convergence, "overhead": overhead}
@@ -16,7 +16,7 @@ _SUITE_FIRST = "run a suite: --suite NAME [--only --skip --dry-run --fresh --pri
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what was asked for; ends the process with status 1 on bad input, or where a comparison finds a regression."""
+    """Run what was asked for; ends the process with status 1 on bad input, where a comparison finds a regression or a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=f"Measure ds_gpt and keep records of it. {_SUITE_FIRST}")
     suite.add_arguments(parser)
     verbs = parser.add_subparsers(dest="verb")
@@ -43,6 +43,7 @@ def _run(options: argparse.Namespace) -> None:
             folder = suite.run(options)
             if folder:
                 report.write(folder)
+                sys.exit(checks.say(folder))
         case "report":
             report.write(options.folder)
         case "compare":

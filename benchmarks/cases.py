@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_gpt.config.errors import did_you_mean
 SUITES = Path(__file__).parent / "suites"
 _CONFIGS = REPOSITORY / "ds_configs"
 _CHOICES = {
-    "trainer": ("ds_gpt", "ddp", "fsdp2"),
+    "trainer": ("ds_gpt", "ddp", "fsdp2", "hf_trainer"),
     "launcher": ("torchrun", "deepspeed"),
     "checkpointing": ("off", "full", "selective"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
@@ -39,7 +39,8 @@ class Case:
         checkpointing: of activations: ``off``, ``full`` or ``selective``.
         precision: ``auto`` leaves it to the JSON.
         attention: the kernel that attention is held to; ``auto`` leaves it to PyTorch.
-        trainer: ``ds_gpt``, or a baseline in PyTorch alone: ``ddp`` (one rank: the bare loop) or ``fsdp2``.
+        trainer: ``ds_gpt``, or a peer: PyTorch alone with ``ddp`` (one rank: the bare loop) or ``fsdp2``; or ``hf_trainer``,
+            Hugging Face's Trainer with the same DeepSpeed JSON.
         compile: whether the model goes through torch.compile.
         launcher: what starts the ranks: ``torchrun`` or ``deepspeed``.
         threads: CPU threads a rank; None: ds_gpt's own choice.
@@ -48,6 +49,7 @@ class Case:
         deadline_s: after which the case's processes are ended.
         overrides: ``key=value`` of either file, as ``--set`` takes them.
         ladder: cases that differ in their micro-batch alone share it: where one runs out of memory, larger ones are not tried.
+        goals: tokens/s that it should reach, as multiples of those of other cases of the suite, by their names.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Case:
     deadline_s: float = 300.0
     overrides: tuple[str, ...] = ()
     ladder: str | None = None
+    goals: dict[str, float] = field(default_factory=dict)
 
     def settings(self) -> list[str]:
         """The case as ``--set`` arguments over its two files."""
@@ -100,6 +103,7 @@ class Suite:
         bf16: whether that device computes bf16 at full speed.
         rounds: how often each case is run, each time in processes of its own.
         cases: in the order of the file.
+        source: how the command line named it.
     """
 
     name: str
@@ -109,6 +113,7 @@ class Suite:
     bf16: bool
     rounds: int
     cases: tuple[Case, ...]
+    source: str = ""
 
     def hardware(self, ranks: int) -> Hardware:
         """The devices that the suite is meant for."""
@@ -131,17 +136,20 @@ def read_suite(name: str) -> Suite:
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [Problem(f"{path.name}: two cases are called '{name}'", fix="put what differs into the name") for name in twice]
+    for case in cases:
+        strangers = [name for name in case.goals if name not in names]
+        problems += [Problem(f"{path.name}: {case.name} has a goal against '{name}', which is no case", fix=did_you_mean(name, names)) for name in strangers]
     if problems:
         raise ConfigError(problems)
     return Suite(
-        path.stem, about, content["device"], content.get("devices", content["device"]), content.get("bf16", False), content.get("rounds", 1), tuple(cases)
+        path.stem, about, content["device"], content.get("devices", content["device"]), content.get("bf16", False), content.get("rounds", 1), tuple(cases), name
     )
 
 
 def _expand(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Iterator[Case]:
     """One case for each combination of the entry's ``matrix``; its names fill the ``{...}`` of the other values."""
     matrix = entry.get("matrix", {})
-    known = {field.name for field in fields(Case)}
+    known = {each.name for each in fields(Case)}
     for combination in itertools.product(*matrix.values()):
         chosen = dict(zip(matrix, combination, strict=True))
         values = {**{key: value for key, value in entry.items() if key not in ("matrix", "grow")}, **{k: v for k, v in chosen.items() if k in known}}
@@ -164,4 +172,6 @@ def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:
         for name, given in chosen.items():
             value = value.replace(f"{{{name}}}", str(given))
         return value
+    if isinstance(value, dict):
+        return {_fill(key, chosen): _fill(item, chosen) for key, item in value.items()}
     return [_fill(item, chosen) for item in value] if isinstance(value, list) else value

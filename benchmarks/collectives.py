@@ -63,6 +63,15 @@ class Collectives:
         finally:
             self._counting = False
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Count nothing inside."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
     def _wrap(self, name: str, original: Any, whole: str, position: int) -> Any:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
@@ -74,8 +83,7 @@ class Collectives:
             if not self._counting:
                 return original(*args, **kwargs)
             group = kwargs.get("group")
-            self._inside = True
-            try:
+            with self.aside():
                 start = _now()
                 dist.barrier(group=group)
                 met = _now()
@@ -83,8 +91,6 @@ class Collectives:
                 if work is not None:
                     work.wait()
                 end = _now()
-            finally:
-                self._inside = False
             count = self.counts.setdefault(name, {"calls": 0, "bytes": 0, "seconds": 0.0, "wait_s": 0.0})
             count["calls"] += 1
             count["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.ledger_kinds import KINDS
-from ds_gpt.engine.engine import Engine
+from ds_gpt.engine.state import pieces
 
 _BLOCK_BYTES = 512
 
@@ -104,24 +104,24 @@ def _by_kind(entries: Iterable[tuple[_Entry, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-def engines_tensors(engine: Engine) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that the engine keeps, with their kinds; what comes later overrules what came before."""
-    optimizer = engine.deepspeed.optimizer
+def deepspeeds_tensors(engine: Any) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that a DeepSpeed engine keeps, with their kinds; what comes later overrules what came before."""
+    optimizer, model = engine.optimizer, engine.module
     for name, tensor in _attributes(optimizer):
         if "ipg" in name:
             yield tensor, "buffers"
         elif "grad" in name and "norm" not in name:
             yield tensor, "gradients"
-    for piece in engine.pieces():
+    for piece in pieces(engine):
         for tensor in piece.tensors.values():
             yield tensor, "optimizer"
-    for parameter in engine.model.parameters():
+    for parameter in model.parameters():
         if parameter.grad is not None:
             yield parameter.grad, "gradients"
     for name, tensor in _attributes(optimizer):
         if "ipg" in name:  # gradients are views of it
             yield tensor, "buffers"
-    yield from model_weights(engine.model)
+    yield from model_weights(model)
 
 
 def model_weights(model: torch.nn.Module) -> Iterator[tuple[Tensor, str]]:

@@ -1,48 +1,25 @@
-"""The planner's prediction, where there is a planner: the only file here that knows of it."""
+"""The planner's prediction for a case or a record: the only file here that asks the planner."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.cases import Case
 from ds_gpt.config import Composed, Hardware, RunConfig
+from ds_gpt.planner import Prediction, predict
+
+OURS = "ds_gpt"  # the planner foresees this trainer; what others allocate is theirs
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """What the planner foresees for a case.
-
-    Attributes:
-        peak_bytes: of the fullest rank.
-        tokens_per_s: of all ranks; None where the planner does not know the device's speed.
-    """
-
-    peak_bytes: int
-    tokens_per_s: float | None
+def predict_case(case: Case, composed: Composed) -> Prediction | None:
+    """For a case before it is run; None where the planner has no answer."""
+    return predict(composed) if case.trainer == OURS else None
 
 
-def available() -> bool:
-    """Whether this checkout has a planner."""
-    return find_spec("ds_gpt.planner") is not None
-
-
-def predict(composed: Composed) -> Predicted | None:
-    """What the planner says of a configuration; None without a planner, or where it has no answer."""
-    if not available():
-        return None
-    import ds_gpt.planner as planner
-
-    if not hasattr(planner, "predict"):
-        return None
-    answer = planner.predict(composed)
-    return Predicted(answer.peak_bytes, getattr(answer, "tokens_per_s", None))
-
-
-def predict_record(record: dict[str, Any]) -> Predicted | None:
+def predict_record(record: dict[str, Any]) -> Prediction | None:
     """The same for a record, from its own configuration."""
     definition = record["definition"]
-    if not available() or definition["trainer"] != "ds_gpt":
+    if definition["trainer"] != OURS:
         return None
     run, ranks = RunConfig(**record["run"]), definition["ranks"]
     hardware = Hardware("cuda" if record["driver"] else "cpu", record["device"], ranks, bf16=record["precision"] == "bf16")

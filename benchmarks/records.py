@@ -46,9 +46,9 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what is measured."""
-    return {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES}
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Of Python and of the packages that decide what is measured, and of `more` of them."""
+    return {"python": platform.python_version()} | {package: version(package) for package in (*_PACKAGES, *more)}
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

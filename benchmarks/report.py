@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import plots, tables
-from benchmarks.prediction import Predicted, predict_record
+from benchmarks import checks, plots, tables
+from benchmarks.prediction import predict_record
 from benchmarks.results import Record, read
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.planner import Prediction
 
-Predict = Callable[[Record], Predicted | None]
+Predict = Callable[[Record], Prediction | None]
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,23 @@ def build(records: Sequence[Record], predict: Predict = predict_record) -> Itera
     suite = records[0]["suite"]
     fine = [record for record in records if record["status"] == "ok"]
     yield Section(f"Benchmarks: suite {suite}", tables.introduction(records), level=1)
+    if suite == checks.SUITE:
+        yield Section("Checks", checks.ABOUT, checks.table(checks.judge(records, predict)))
     for model, group in tables.by_model(fine).items():
         yield Section(model, tables.findings(group))
         picture = plots.throughput("Throughput by ZeRO stage", tables.throughput_bars(group))
         about = f"{tables.about_peaks(fine)} {tables.ABOUT_CURVE}"
         yield Section("Throughput and peak memory", about, tables.overview(group, fine, predict), picture, 3)
+        if goals := tables.goals(group):
+            yield Section("Goals", tables.ABOUT_GOALS, goals, level=3)
         if plain := tables.against_plain(group):
             yield Section("Against plain PyTorch", tables.ABOUT_PLAIN, plain, level=3)
         yield from _scaling(group)
         yield from _memory(group)
         rows = [(tables.label(record), tables.phases(record)) for record in group]
         yield Section("Where the time goes", tables.ABOUT_TIME, tables.communication(group), plots.stacked("Time of a step", rows, "time"), 3)
+        if overlap := tables.overlap(group):
+            yield Section("Communication behind computation", tables.ABOUT_OVERLAP, overlap, level=3)
     failed = [record for record in records if record["status"] != "ok"]
     if failed:
         yield Section("Cases that did not run", "Results too: what does not fit, and what fails.", tables.failures(failed))

@@ -111,6 +111,17 @@ def _communication(breakdown: Sequence[Record]) -> dict[str, dict[str, float]]:
     return {name: {key: statistics.mean(each["communication"].get(name, empty)[key] for each in breakdown) for key in empty} for name in names}
 
 
+def communication_overlap(record: Record) -> tuple[float, float]:
+    """Seconds a step in which communication is under way, and in which the rank computes meanwhile: means over ranks and repeats.
+
+    Zero in records from before it was measured.
+    """
+    seen = [rank["overlap"] for repeat in record["repeats"] for rank in repeat["by_rank"] if "overlap" in rank]
+    if not seen:
+        return 0.0, 0.0
+    return statistics.mean(each["communication_s"] for each in seen), statistics.mean(each["hidden_s"] for each in seen)
+
+
 def interval(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], of: Callable[[list[float], list[float]], float], seed: int = 0
 ) -> tuple[float, float]:

@@ -11,21 +11,26 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from benchmarks import launch, machine, prediction
+from benchmarks import launch, machine
 from benchmarks.cases import Case, Suite, read_suite
+from benchmarks.prediction import predict_case
 from benchmarks.records import REPOSITORY, save, surroundings, versions
 from benchmarks.results import Record, peak_bytes, summary
-from ds_gpt.config import Composed, ConfigError, Problem
+from ds_gpt.config import Composed, ConfigError, Hardware, Problem
 from ds_gpt.config.parse import with_vocabulary
 from ds_gpt.model.counts import parameters
+from ds_gpt.planner.devices import device_named
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 _A_START_S = 12  # a launch, where nothing is known of the case
+# Beside ds_gpt's own dependencies, by trainer.
+_NEEDED = {"hf_trainer": ("transformers", "accelerate")}
 # The same for every step, repeat and rank: kept once, at the top of a record.
 _ONCE = ("losses", "grad_norms", "threads", "device", "precision", "run", "deepspeed", "tokens_per_step", "dataset_digest")
 
@@ -37,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="cases whose name matches; may be repeated")
     parser.add_argument("--skip", action="append", default=[], metavar="PATTERN", help="all but the cases whose name matches")
     parser.add_argument("--dry-run", action="store_true", help="list the cases, with the planner's prediction, and run none")
+    parser.add_argument("--device", metavar="NAME", help="with --dry-run: predict for this device (a100-80gb, h100, ...) instead of the suite's own")
     parser.add_argument("--fresh", action="store_true", help="measure again what has a record")
     parser.add_argument("--price-per-hour", type=float, metavar="DOLLARS", help="of all devices together; adds tokens per dollar")
 
@@ -53,8 +59,8 @@ def selected(suite: Suite, only: Sequence[str], skip: Sequence[str]) -> list[Cas
 def digest(case: Case, here: machine.Machine) -> str:
     """What a record must share to stand for this case: its definition, composed configuration, versions and device."""
     composed = case.composed(here.hardware(case.ranks))
-    definition = {key: value for key, value in asdict(case).items() if key not in ("name", "deadline_s", "ladder")}
-    parts = [definition, composed.run.model_dump(mode="json"), composed.deepspeed, versions(), here.name]
+    definition = {key: value for key, value in asdict(case).items() if key not in ("name", "deadline_s", "ladder", "goals")}
+    parts = [definition, composed.run.model_dump(mode="json"), composed.deepspeed, versions(_NEEDED.get(case.trainer, ())), here.name]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()[:16]
 
 
@@ -128,11 +134,12 @@ class Run:
             "suite": self.suite.name,
             "status": outcome.status,
             "message": outcome.message,
-            "command": f"python -m benchmarks --suite {self.suite.name} --only {case.name} --fresh",
+            "command": f"python -m benchmarks --suite {shlex.quote(self.suite.source or self.suite.name)} --only {case.name} --fresh",
             "launch": shlex.join(["python", *(Path(word).name if word.startswith("/") else word for word in outcome.command[1:])]),
             "digest": digest(case, self.here),
             "definition": asdict(case),
             **surroundings(),
+            "versions": versions(_NEEDED.get(case.trainer, ())),
             "device": self.here.name,
             "driver": self.here.driver,
             "price_per_hour": self.price_per_hour,
@@ -168,16 +175,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Path | N
     cases = selected(suite, options.only, options.skip)
     console = console or Console(highlight=False)
     if options.dry_run:
-        _list(suite, cases, console)
+        _list(suite, cases, options.device, console)
         return None
     here = machine.here(suite.device)
     machine.check(here, suite.name, suite.device)
-    fitting = [case for case in cases if case.ranks <= here.devices]
-    if len(fitting) < len(cases):
-        names = ", ".join(case.name for case in cases if case.ranks > here.devices)
-        console.print(f"left out, with more ranks than the {here.devices} devices of this machine: {names}", soft_wrap=True)
+    fitting = [case for case in cases if _fits(case, here, console)]
     if not fitting:
-        raise ConfigError(Problem(f"every chosen case has more ranks than this machine has devices ({here.devices})", fix="choose others with --only"))
+        raise ConfigError(Problem("none of the chosen cases can run here", fix="choose others with --only"))
     folder = options.records or RECORDS / suite.name
     start = time.monotonic()
     Run(suite, fitting, here, folder, options.price_per_hour, console).all_cases(options.fresh)
@@ -185,26 +189,41 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Path | N
     return folder
 
 
-def _list(suite: Suite, cases: Sequence[Case], console: Console) -> None:
+def _fits(case: Case, here: machine.Machine, console: Console) -> bool:
+    """Whether the machine has what the case needs; says so where it has not."""
+    missing = [package for package in _NEEDED.get(case.trainer, ()) if find_spec(package) is None]
+    if case.ranks > here.devices:
+        console.print(f"left out: {case.name}, with more ranks than the {here.devices} devices of this machine")
+    elif missing:
+        console.print(f"left out: {case.name}, because {' and '.join(missing)} cannot be imported: pip install -e '.\\[peers]'")
+    return case.ranks <= here.devices and not missing
+
+
+def _list(suite: Suite, cases: Sequence[Case], device: str | None, console: Console) -> None:
     """``--dry-run``."""
-    console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} rounds, meant for {suite.devices}\n{suite.about}\n", soft_wrap=True)
-    if not prediction.available():
-        console.print("no prediction: this checkout has no planner (ds_gpt.planner)\n")
+    chosen = device_named(device) if device else None
+    meant = chosen.name if chosen else suite.devices
+    console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} rounds, predicted for {meant}\n{suite.about}\n", soft_wrap=True)
     head = f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14}"
-    console.print(f"{head} {'predicted a rank':>16} {'predicted':>16}", soft_wrap=True)
+    console.print(f"{head} {'peak a rank':>12} {'step':>10} {'tokens/s':>12}", soft_wrap=True)
     for case in cases:
-        composed = case.composed(suite.hardware(case.ranks))
-        if composed.run.model.vocab_size == "auto":
-            composed = _with_typical_vocabulary(composed)
-        count = parameters(composed.run.model)
-        size = f"{count / 1e6:,.1f}M" if count < 1e9 else f"{count / 1e9:.3f}B"
-        foreseen = prediction.predict(composed)
-        memory = f"{foreseen.peak_bytes / 2**30:.2f} GiB" if foreseen else "-"
-        speed = f"{foreseen.tokens_per_s:,.0f} tok/s" if foreseen and foreseen.tokens_per_s else "-"
-        json_name = case.deepspeed if case.trainer == "ds_gpt" else f"({case.trainer})"
-        batch = f"{composed.micro_batch_size} x {composed.accumulation_steps}"
-        row = f"{case.name:<34} {size:>10} {case.ranks:>5} {batch:>11} {case.checkpointing:<13} {json_name:<14}"
-        console.print(f"{row} {memory:>16} {speed:>16}", soft_wrap=True)
+        console.print(_listed(case, chosen.hardware(case.ranks) if chosen else suite.hardware(case.ranks)), soft_wrap=True)
+
+
+def _listed(case: Case, hardware: Hardware) -> str:
+    """A case, and what the planner says of it."""
+    composed = case.composed(hardware)
+    if composed.run.model.vocab_size == "auto":
+        composed = _with_typical_vocabulary(composed)
+    count = parameters(composed.run.model)
+    size = f"{count / 1e6:,.1f}M" if count < 1e9 else f"{count / 1e9:.3f}B"
+    foreseen = predict_case(case, composed)
+    memory = f"{foreseen.peak_bytes / 2**30:.2f} GiB" if foreseen else "-"
+    rate = foreseen.tokens_per_s if foreseen else None
+    step, speed = (f"{composed.tokens_per_step / rate * 1e3:,.1f} ms", f"{rate:,.0f}") if rate else ("-", "-")
+    json_name = case.deepspeed if case.trainer == "ds_gpt" else f"({case.trainer})"
+    batch = f"{composed.micro_batch_size} x {composed.accumulation_steps}"
+    return f"{case.name:<34} {size:>10} {case.ranks:>5} {batch:>11} {case.checkpointing:<13} {json_name:<14} {memory:>12} {step:>10} {speed:>12}"
 
 
 def _with_typical_vocabulary(composed: Composed) -> Composed:

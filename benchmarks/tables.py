@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.compare import speed_ratio
 from benchmarks.ledger_kinds import KINDS
-from benchmarks.prediction import Predicted
 from benchmarks.published import ROWS
-from benchmarks.results import Record, curve_difference, peak_bytes
+from benchmarks.results import Record, communication_overlap, curve_difference, peak_bytes
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.counts import flops_per_token, mfu
+from ds_gpt.planner import Prediction
 
 Table = list[list[str]]
-_BASELINES = {"ddp": "plain PyTorch", "fsdp2": "FSDP2"}
+_PEERS = {"ddp": "plain PyTorch", "fsdp2": "FSDP2"}
+_ON_DEEPSPEED = {"hf_trainer": "Hugging Face Trainer, ", "ds_gpt": ""}
+_TRAINERS = (*_PEERS, *_ON_DEEPSPEED)
 _MIB = 2**20
 
 ABOUT_TIME = (
@@ -36,6 +38,16 @@ ABOUT_SCALING = (
 ABOUT_PLAIN = (
     "Ratios above 1 are better than PyTorch alone (DistributedDataParallel where there are more ranks): of tokens/s, and of the processor time "
     "that a step takes, which other work on the machine does not distort."
+)
+ABOUT_GOALS = (
+    "What each case should reach, as a multiple of another's tokens/s, and what it does; where the 95% interval holds both, the verdict is open. "
+    "The ratio of processor time is that of all ranks for a step, of which other work on the machine takes nothing; a case that leaves half of the "
+    "machine idle does not show in it."
+)
+ABOUT_OVERLAP = (
+    "From the profiler, in steps of their own: seconds of a step in which a rank's communication is under way (on a CPU from the issue of a collective "
+    "to its end, so waiting for slower ranks is in it; on a GPU its kernels), and the share of it that is hidden, because the rank computes meanwhile. "
+    "Collectives that DistributedDataParallel makes are seen here, too."
 )
 ABOUT_MEMORY = (
     "Bytes of live tensors of the fullest rank, each storage counted once: at the peak of a step, and (last columns) when its gradients are complete, "
@@ -86,7 +98,7 @@ def by_model(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def _order(record: Record) -> tuple[int, str, int, int]:
     definition = record["definition"]
-    return ("ddp", "fsdp2", "ds_gpt").index(definition["trainer"]), _configuration(record), definition["ranks"], definition["micro_batch"]
+    return _TRAINERS.index(definition["trainer"]), _configuration(record), definition["ranks"], definition["micro_batch"]
 
 
 def stage(record: Record) -> int:
@@ -96,8 +108,9 @@ def stage(record: Record) -> int:
 
 def _configuration(record: Record) -> str:
     definition = record["definition"]
-    parts = [f"ZeRO {stage(record)}" if definition["trainer"] == "ds_gpt" else _BASELINES[definition["trainer"]]]
-    if "offload" in definition["deepspeed"] and definition["trainer"] == "ds_gpt":
+    trainer = definition["trainer"]
+    parts = [_PEERS[trainer]] if trainer in _PEERS else [f"{_ON_DEEPSPEED[trainer]}ZeRO {stage(record)}"]
+    if "offload" in definition["deepspeed"] and trainer in _ON_DEEPSPEED:
         parts.append("offload")
     if definition["checkpointing"] != "off":
         parts.append(f"{definition['checkpointing']} ckpt")
@@ -128,7 +141,7 @@ def findings(group: Sequence[Record]) -> str:
     return f"Fastest: {label(fastest)}, {fastest['measured']['tokens_per_s']:,.0f} tokens/s. {text}"
 
 
-def overview(group: Sequence[Record], everything: Sequence[Record], predict: Callable[[Record], Predicted | None]) -> Table:
+def overview(group: Sequence[Record], everything: Sequence[Record], predict: Callable[[Record], Prediction | None]) -> Table:
     """A row a case."""
     differences, peaks = curve_difference(everything), _peaks(everything)
     foreseen = {record["case"]: predict(record) for record in group}
@@ -176,7 +189,7 @@ def about_peaks(records: Sequence[Record]) -> str:
     return f"MFU is a share of {', '.join(given)}: the best fp32 matrix product that any of these cases measured."
 
 
-def _planned(foreseen: Predicted | None, measured: Record) -> list[str]:
+def _planned(foreseen: Prediction | None, measured: Record) -> list[str]:
     if foreseen is None:
         return [""] * 4
     peak = peak_bytes(measured)
@@ -262,6 +275,32 @@ def against_plain(group: Sequence[Record]) -> Table:
 def _workers(record: Record) -> tuple[int, str, int]:
     """How many threads compute, in what precision, how much."""
     return record["definition"]["ranks"] * record["threads"], record["precision"], record["tokens_per_step"]
+
+
+def goals(records: Sequence[Record]) -> Table:
+    """Each case that has goals against the cases that they name, where both were run."""
+    found = {record["case"]: record for record in records}
+    table = [["case", "against", "tokens/s ratio", "95% interval", "goal", "verdict", "processor time ratio"]]
+    for record in records:
+        for name, goal in record["definition"].get("goals", {}).items():
+            if name not in found:
+                continue
+            reference = found[name]
+            ratio, (low, high) = speed_ratio(reference, record)
+            verdict = "reached" if low >= goal else "missed" if high < goal else f"open ({'above' if ratio >= goal else 'below'})"
+            frugality = reference["measured"]["cpu_step_s"] / record["measured"]["cpu_step_s"]
+            table.append([label(record), label(reference), f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{goal:.2f}", verdict, f"{frugality:.2f}"])
+    return table if len(table) > 1 else []
+
+
+def overlap(group: Sequence[Record]) -> Table:
+    """Communication under way while the rank computes, where ranks communicate and the profiler saw it."""
+    table = [["case", "communication under way, ms a step", "of that hidden behind computation, ms", "share hidden"]]
+    for record in group:
+        under_way, hidden = communication_overlap(record)
+        if record["definition"]["ranks"] > 1 and under_way:
+            table.append([label(record), f"{under_way * 1e3:,.1f}", f"{hidden * 1e3:,.1f}", f"{hidden / under_way:.0%}"])
+    return table if len(table) > 1 else []
 
 
 def memory(group: Sequence[Record]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.ledger import engines_tensors, model_weights
+from benchmarks.ledger import deepspeeds_tensors, model_weights
 from ds_gpt.config import Composed
 from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.engine import Engine
@@ -44,30 +44,48 @@ class DsGpt:
         self.engine = Engine(composed, ranks)
         self.model = self.engine.model
         self.on_phase: Callable[[str], None] = lambda phase: None
-        backward, step = self.engine.deepspeed.backward, self.engine.deepspeed.step
-
-        def watched_backward(loss: Tensor) -> None:
-            self.on_phase("backward")
-            backward(loss)
-            self.on_phase("optimizer")
-
-        def watched_step() -> None:
-            step()
-            self._micro_steps_left -= 1
-            self.on_phase("forward" if self._micro_steps_left else "bookkeeping")
-
-        self.engine.deepspeed.backward, self.engine.deepspeed.step = watched_backward, watched_step
+        self.deepspeed = self.engine.deepspeed
+        watch_deepspeed(self)
 
     def step(self, step: int, batches: Batches, lr: float) -> tuple[float, float]:
         """See Trainee."""
-        self._micro_steps_left = len(batches)
+        self.micro_steps_left = len(batches)
         self.on_phase("forward")
         result = self.engine.step(step, batches, lr)
         return result.loss, result.grad_norm
 
     def tensors(self) -> Iterator[tuple[Tensor, str]]:
         """See Trainee."""
-        return engines_tensors(self.engine)
+        return deepspeeds_tensors(self.deepspeed)
+
+
+class DeepSpeedTrainee(Protocol):
+    """A trainee around a DeepSpeed engine, which counts the micro-steps that are left of a step."""
+
+    deepspeed: Any
+    micro_steps_left: int
+    on_phase: Callable[[str], None]
+
+
+def watch_deepspeed(trainee: DeepSpeedTrainee) -> None:
+    """Have the engine tell the trainee of its phases, after the first ``forward`` of a step."""
+    engine = trainee.deepspeed
+    backward, step = engine.backward, engine.step
+
+    def watched_backward(*args: Any, **kwargs: Any) -> Any:
+        trainee.on_phase("backward")
+        result = backward(*args, **kwargs)
+        trainee.micro_steps_left -= 1
+        trainee.on_phase("forward" if trainee.micro_steps_left else "optimizer")
+        return result
+
+    def watched_step(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if not trainee.micro_steps_left:
+            trainee.on_phase("bookkeeping")
+        return result
+
+    engine.backward, engine.step = watched_backward, watched_step
 
 
 class PlainPyTorch:

@@ -83,8 +83,10 @@ class Ranks:
             ConfigError: the rendezvous port is taken.
         """
         _set_up_device(self)
-        # DeepSpeed asks the environment, not the process group; a process started by hand has none of these.
-        os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.local_rank), WORLD_SIZE=str(self.world_size))
+        # DeepSpeed asks the environment, not the process group; a process started by hand has none of these. Without the
+        # last one, ZeRO-3 on a CPU asks a process, `numactl`, at every reduction how many devices there are.
+        of_this_node = {"LOCAL_RANK": str(self.local_rank), "LOCAL_SIZE": str(self.local_world_size)}
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), **of_this_node)
         deepspeed = import_deepspeed(self.device.type)
         deepspeed.init_distributed(
             dist_backend="nccl" if self.device.type == "cuda" else "gloo",

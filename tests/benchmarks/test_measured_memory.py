@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
+from argparse import Namespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ import torch
 from forked_ranks import run_ranks
 from tiny import tiny, tiny_loader
 
-from benchmarks.cases import Case
+from benchmarks.bench import Bench
+from benchmarks.breakdown import common, length, memory_by_kind, profiled, seen, time_by_phase, union
 from benchmarks.collectives import Collectives
 from benchmarks.ledger import Ledger
-from benchmarks.worker import Bench, memory_by_kind, time_by_phase
 from ds_gpt.model.counts import parameters
 
 RANKS = 2
@@ -22,7 +24,6 @@ RANKS = 2
 WIDE = ["model.layers=4", "model.width=384", "batch.global_batch_size=4", "batch.micro_batch_size=1"]
 WIDE += ["zero_optimization.reduce_bucket_size=200000", "zero_optimization.stage3_prefetch_bucket_size=200000"]
 WIDE += ["zero_optimization.stage3_max_live_parameters=400000", "zero_optimization.stage3_max_reuse_distance=400000", "activation_checkpointing=null"]
-CASE = Case("tiny", "quickstart", RANKS, 1)
 DELAY_S = 0.05
 
 
@@ -31,17 +32,18 @@ def bench(ranks: Any, composed: Any, trainer: str = "ds_gpt") -> tuple[Bench, Co
 
     collectives = Collectives()
     collectives.install()
-    made = Bench(CASE, composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
+    made = Bench(composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
     made.step()
     return made, collectives
 
 
 def memory_of(ranks: Any, composed: Any) -> dict[str, Any]:
     made, collectives = bench(ranks, composed)
-    found = memory_by_kind(made, collectives)
+    found: dict[str, Any] = {}
+    made.run([(2, memory_by_kind(made, collectives, found))])
     kept_whole = sum(p.ds_numel for p in made.trainee.model.parameters() if getattr(p, "ds_persist", False))
     largest = max(getattr(p, "ds_numel", p.numel()) for p in made.trainee.model.parameters())
-    made.loader.close()
+    made.close()
     return {**found, "kept_whole": kept_whole, "largest": largest}
 
 
@@ -107,10 +109,11 @@ def times_of(ranks: Any, composed: Any, trainer: str) -> dict[str, Any]:
 
     made.trainee.step, made.loader.load = slow_step, slow_load
     seen = [made.step() for _ in range(3)]
-    breakdown = time_by_phase(made, collectives)
-    made.loader.close()
-    updates = made.trainee.engine.deepspeed.global_steps if trainer == "ds_gpt" else made.step_number
-    return {"seen": seen, "breakdown": breakdown, "losses": made.losses, "norms": made.grad_norms, "updates": updates, "steps": made.step_number}
+    breakdown: dict[str, Any] = {}
+    made.run([(3, time_by_phase(made, collectives, breakdown))])
+    made.close()
+    updates = made.trainee.engine.deepspeed.global_steps if trainer == "ds_gpt" else len(made.steps_s)
+    return {"seen": seen, "breakdown": breakdown, "losses": made.losses, "norms": made.grad_norms, "updates": updates, "steps": len(made.steps_s)}
 
 
 @pytest.mark.parametrize("trainer", ["ds_gpt", "ddp", "fsdp2"])
@@ -123,11 +126,102 @@ def test_known_delays_are_reported_and_every_trainer_draws_one_curve(trainer: st
         assert rank["breakdown"]["step_s"] >= 3 * DELAY_S <= sum(rank["breakdown"]["phases_s"].values()) + rank["breakdown"]["data_wait_s"] + DELAY_S
         assert rank["updates"] == rank["steps"], "accumulation is one step"
     counts = found[0]["breakdown"]["communication"]
+    if trainer == "ddp":
+        assert counts["all_reduce"]["calls"] == 1, "of the loss; ranks that meet between steps are not counted"
     if trainer != "ddp":  # whose collectives are made in C++
         reduced = sum(count["bytes"] for name, count in counts.items() if "reduce" in name)
         assert reduced >= 4 * parameters(composed.run.model), counts
     assert found[0]["losses"] == pytest.approx(_reference().losses, rel=1e-5)
     assert found[0]["norms"] == pytest.approx(_reference().grad_norms, rel=1e-4)
+
+
+def test_the_clock_stops_when_the_device_is_done() -> None:
+    """What a step has only enqueued is in its time, and what the next part of the run does first is not."""
+
+    class Trainee:
+        on_phase = staticmethod(lambda name: None)
+
+        def step(self, *args: Any) -> tuple[float, float]:
+            return 1.0, 1.0
+
+    class Loader:
+        def load(self, step: int) -> list[Any]:
+            return []
+
+    class Alone:
+        world_size, device = 1, torch.device("cpu")
+
+        def barrier(self) -> None:
+            time.sleep(DELAY_S)
+
+    made = Bench(tiny("zero0", 1), Alone(), Trainee(), Loader())
+    made.synchronize = lambda: time.sleep(2 * DELAY_S)  # type: ignore[method-assign]
+    made.run([(2, nullcontext())])
+    assert all(2 * DELAY_S <= seconds < 3 * DELAY_S for seconds in made.steps_s), made.steps_s
+
+
+def test_spans_are_joined_and_met() -> None:
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert common([(0, 4), (5, 7)], [(1, 2), (3, 6), (6.5, 9)]) == [(1, 2), (3, 4), (5, 6), (6.5, 7)]
+    assert length(common(union([(0, 10)]), union([]))) == 0
+
+
+class Kernel:
+    """An event of a profile, as a GPU makes it; times in microseconds."""
+
+    def __init__(self, name: str, start: float, end: float, device: str = "DeviceType.CUDA", note: bool = False) -> None:
+        self.name, self.device_type, self.is_user_annotation = name, device, note
+        self.time_range = Namespace(start=start, end=end)
+
+
+def test_a_gpus_profile_tells_communication_from_computation() -> None:
+    events = [
+        Kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 100),
+        Kernel("nccl:all_reduce", 0, 100, note=True),  # the same again, as an annotation
+        Kernel("nvjet_tst_128x128", 40, 60),
+        Kernel("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>(pytorch_flash::Flash_fwd_params)", 80, 130),
+        Kernel("Memcpy HtoD (Pinned -> Device)", 0, 30),
+        Kernel("aten::_scaled_dot_product_flash_attention", 0, 5, "DeviceType.CPU"),
+        Kernel("aten::_scaled_dot_product_flash_attention_backward", 5, 9, "DeviceType.CPU"),
+        Kernel("aten::mm", 0, 90, "DeviceType.CPU"),  # the host's time says nothing of the device's
+    ]
+    found = seen(events, steps=2)
+    assert (found["communication_s"], found["hidden_s"]) == (pytest.approx(50e-6), pytest.approx(20e-6))
+    assert found["attention"] == ["_scaled_dot_product_flash_attention"]
+    assert len(found["attention_kernels"]) == 1 and "flash_fwd_kernel" in found["attention_kernels"][0]
+
+
+def overlaps_of(ranks: Any) -> list[tuple[float, float]]:
+    """Communication and its hidden part: waited for at once, and with work done meanwhile."""
+    big_N, a_DD = torch.ones(8_000_000), torch.randn(512, 512)
+
+    class Trainee:
+        on_phase = staticmethod(lambda name: None)
+
+    class Stepping(Bench):
+        work_meanwhile = False
+
+        def step(self) -> tuple[float, float]:
+            pending = torch.distributed.all_reduce(big_N, async_op=True)
+            for _ in range(40 if self.work_meanwhile else 0):
+                a_DD @ a_DD
+            pending.wait()
+            self.stopped(time.perf_counter(), time.process_time(), 0.0)
+            return 0.0, 0.0
+
+    made = Stepping(tiny("zero0", RANKS), ranks, Trainee(), loader=None)
+    results = []
+    for made.work_meanwhile in (False, True):
+        found: dict[str, Any] = {}
+        made.run([(2, profiled(made, found))])
+        results.append((found["communication_s"], found["hidden_s"]))
+    return results
+
+
+def test_communication_that_computation_hides_is_told_from_communication_that_is_waited_for() -> None:
+    for (waited, waited_hidden), (worked, worked_hidden) in run_ranks(RANKS, overlaps_of):
+        assert 0 < waited and waited_hidden < 0.1 * waited
+        assert worked_hidden > 0.3 * worked
 
 
 class _Reference:

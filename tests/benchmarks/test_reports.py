@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks import compare, report
-from benchmarks.prediction import Predicted
 from benchmarks.results import curve_difference, interval, quantile, read, summary
-from ds_gpt.model.counts import parameters
 from ds_gpt.config import ModelConfig
+from ds_gpt.model.counts import parameters
+from ds_gpt.planner import Prediction
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "records" / "cpu"
@@ -47,7 +47,7 @@ def test_what_was_published_stays_apart(tmp_path: Path) -> None:
 
 
 def test_the_planners_column_appears_with_the_planner() -> None:
-    sections = list(report.build(read(GOLDEN), predict=lambda record: Predicted(40 * 2**20, 20_000.0)))
+    sections = list(report.build(read(GOLDEN), predict=lambda record: Prediction(40 * 2**20, 20_000.0)))
     table = next(section.table for section in sections if section.heading == "Throughput and peak memory")
     assert [cell for cell in table[0] if "planner" in cell] == ["planner: peak", "planner: tokens/s"]
     measured = record("small-z1-2r")["measured"]

@@ -54,7 +54,7 @@ def test_everything_wrong_with_a_suite_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         read_suite(write_suite(tmp_path, text))
     assert len(error.value.problems) == 3
-    assert "did you mean 'micro_batch'?" in str(error.value) and "none of ds_gpt, ddp, fsdp2" in str(error.value) and "two cases are called 'c'" in str(error.value)
+    assert "did you mean 'micro_batch'?" in str(error.value) and "none of ds_gpt, ddp, fsdp2, hf_trainer" in str(error.value) and "two cases are called 'c'" in str(error.value)
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:
@@ -69,7 +69,7 @@ def test_a_gpu_suite_refuses_a_cpu_and_another_gpu() -> None:
     with pytest.raises(ConfigError, match="has a NVIDIA H200"):
         machine.check(other, "a100", "A100")
     machine.check(other, "device_smoke", "cuda")
-    machine.check(CPU, "single_gpu", "any")
+    machine.check(CPU, "scaling", "any")
 
 
 def finished(case: Case, status: str = "ok", message: str = "") -> launch.Outcome:
@@ -169,7 +169,7 @@ def test_a_real_case_from_the_command_line(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "records" / "only.json").read_text())
     assert record["status"] == "ok" and record["deepspeed"]["zero_optimization"]["stage"] == 1
     assert record["measured"]["tokens_per_dollar"] == pytest.approx(record["measured"]["tokens_per_s"] * 1800)
-    assert len(record["losses"]) == 1 + 3 + 3 + 2  # warm-up, timed, by phase, by kind
+    assert len(record["losses"]) == 1 + 3 + 3 + 2 + 2  # warm-up, timed, by phase, profiled, by kind
     assert not (tmp_path / "records" / "other.json").exists() and (tmp_path / "records" / "report.html").exists()
 
 
