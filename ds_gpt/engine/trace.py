@@ -6,8 +6,7 @@ is therefore what DeepSpeed and PyTorch ask for, not what a formula says. It pat
 of its own: ``python -m ds_gpt.engine.trace`` reads a JSON request and prints the answer (see `trace_elsewhere`).
 
 The tensors are CPU tensors, because a build without CUDA cannot differentiate fake CUDA ones. Three things that a GPU does
-otherwise are put right: dropout keeps a mask of one byte an element, attention never forms its T x T matrix, and RMSNorm
-is one kernel.
+otherwise are put right: dropout keeps a byte an element, attention never forms its T x T matrix, RMSNorm is one kernel.
 Not in it: the CUDA context, NCCL's buffers, and what the caching allocator holds beyond what is asked for.
 """
 
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from ds_gpt.config import Composed, ConfigError, Hardware, Problem, load
 from ds_gpt.engine.allocations import Allocations, Phase
+from ds_gpt.engine.gpu_kernels import as_on_a_gpu
 
 _STEPS = 2  # the first makes the optimizer's state; the second is like all that follow
 
@@ -245,7 +245,7 @@ def _pretend(composed: Composed) -> Any:
     nn.Module._apply = _apply
     for check in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
         setattr(coordinator, check, lambda *args, **kwargs: None)
-    _as_on_a_gpu(composed)
+    as_on_a_gpu(composed)
     return Ranks(0, world_size, 0, world_size, torch.device("cpu"))
 
 
@@ -271,33 +271,6 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         if buffer is not None:
             self._buffers[key] = function(buffer)
     return self
-
-
-def _as_on_a_gpu(composed: Composed) -> None:
-    """Dropout, attention and RMSNorm keep what the CUDA kernels keep."""
-    import ds_gpt.engine.activation_checkpointing as activation_checkpointing
-
-    nn.functional.dropout = _dropout
-    nn.functional.scaled_dot_product_attention = _attention
-    nn.functional.rms_norm = _rms_norm
-    # The selective policy runs attention again where it has dropout.
-    activation_checkpointing._attention_dropout = lambda *args: composed.run.model.dropout
-
-
-_torch_dropout, _torch_attention = nn.functional.dropout, nn.functional.scaled_dot_product_attention
-
-
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else _torch_dropout(x, p, training, inplace)
-
-
-def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Tensor:
-    return _torch_attention(*args, **kwargs)
-
-
-def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """A CPU has no fused RMSNorm and keeps every step of it; LayerNorm's kernel keeps what CUDA's keeps, and the mean."""
-    return nn.functional.layer_norm(x, normalized_shape, weight, None, 1e-5 if eps is None else eps)
 
 
 @dataclass(frozen=True)
