@@ -32,8 +32,8 @@ def parameters(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, context: int | None = None) -> int:
     """FLOPs that the model needs to train on one token, forward and backward: 6 N + 12 L D S.
 
-    The convention of PaLM (Chowdhery et al. 2022, appendix B) as nanoGPT applies it. N is every parameter but those that
-    are looked up or added instead of multiplied by: positions, and the token embedding where it is not also the head's
+    The convention of PaLM (Chowdhery et al. 2022, appendix B) as nanoGPT applies it. N is every parameter but what
+    is looked up or added instead of multiplied by: positions, and the token embedding where it is not also the head's
     matrix. A multiply-add is 2 FLOPs, backward costs twice the forward. S is what a token attends to: all T, the causal
     half not subtracted, or the sliding window where that is less. Heads that share keys compute as many scores as
     others. Recomputation under activation checkpointing is not counted, so MFU falls where it is on.

@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2's architecture and initialization (Radford et al. 2019); later ideas are options."""
+"""A decoder-only transformer: GPT-2's architecture and initialization (Radford et al. 2019), later ideas as options."""
 
 from __future__ import annotations
 
