@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.generation.sampling import Sampling, sample_next
+from ds_gpt.generation.options import Sampling
+from ds_gpt.generation.sampling import sample_next
 from ds_gpt.model.cache import KeyValueCache
 from ds_gpt.model.gpt import GPT
 

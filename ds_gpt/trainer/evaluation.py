@@ -12,7 +12,7 @@ from ds_gpt.data import Dataset, rank_share
 from ds_gpt.data.loader import Batch, window_batch
 from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
-from ds_gpt.generation.sampling import Sampling
+from ds_gpt.generation.options import Sampling
 from ds_gpt.learning.loss import IGNORE_INDEX
 
 _PROBE_SEQUENCES = 16

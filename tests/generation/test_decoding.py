@@ -10,7 +10,8 @@ from variants import CASES, perturbed
 
 from ds_gpt.config import ConfigError
 from ds_gpt.generation.decoding import Decoder, generate, row_seeds, slide_tokens
-from ds_gpt.generation.sampling import Sampling, sample_next
+from ds_gpt.generation.options import Sampling
+from ds_gpt.generation.sampling import sample_next
 from ds_gpt.model.cache import KeyValueCache
 from ds_gpt.model.gpt import GPT
 

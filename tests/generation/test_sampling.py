@@ -12,7 +12,8 @@ from transformers.generation.logits_process import (
 )
 
 from ds_gpt.config import ConfigError
-from ds_gpt.generation.sampling import Sampling, sample_next
+from ds_gpt.generation.options import Sampling
+from ds_gpt.generation.sampling import sample_next
 
 LOGITS = torch.tensor([1.5, -1.0, 0.3, 2.0, 0.0])
 
