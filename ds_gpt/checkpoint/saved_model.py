@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ds_gpt.checkpoint.folder import MANIFEST, STATE, complete, damage, read_state
 from ds_gpt.checkpoint.shards import ShardReader
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.config.errors import did_you_mean
 from ds_gpt.config.run import RunConfig
 from ds_gpt.data import Tokenizer, load_tokenizer
 from ds_gpt.engine.state import WEIGHT
@@ -47,7 +49,7 @@ class SavedModel:
         Raises:
             ConfigError: the checkpoint lacks weights of this model.
         """
-        with torch.device("meta"):  # no memory, and no weights drawn that are replaced anyway
+        with torch.device("meta"), _Undrawn():  # no memory, and no weights drawn that are replaced anyway
             model = GPT(self.run.model)
         filled: dict[nn.Parameter, nn.Parameter] = {}
         with ShardReader(self.checkpoint) as shards:
@@ -72,6 +74,15 @@ class SavedModel:
                 "use the version of ds_gpt that saved it (environment.json in the run folder names it)",
             )
         )
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves out ``torch.nn.init``. On the meta device it has nothing to draw, but imports PyTorch's compiler: for seconds."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__module__ == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def find_saved_model(path: str | Path, warn: Callable[[str], None] = lambda text: None) -> SavedModel:
@@ -119,8 +130,8 @@ def _nothing_at(path: Path, passed_over: list[str]) -> ConfigError:
         what, fix = f"the run '{path}' has no checkpoint yet", "wait for its first one (checkpoints.every), or its end"
     else:
         what = f"'{path}' is neither the folder of a run nor a checkpoint" if path.exists() else f"'{path}' does not exist"
-        runs = sorted(str(found.parent) for found in (*path.parent.glob("*/run.yaml"), *path.glob("*/run.yaml")))
-        fix = f"give runs/NAME, or runs/NAME/checkpoints/step_NNNNNNN{'; there are: ' + ', '.join(runs) if runs else ''}"
+        runs = [str(found.parent) for found in (path if path.is_dir() else path.parent).glob("*/run.yaml")]
+        fix = "give runs/NAME, or runs/NAME/checkpoints/step_NNNNNNN" + (f"; {did_you_mean(str(path), runs)}" if runs else "")
     return ConfigError(Problem(what, "there is no model in it", fix))
 
 

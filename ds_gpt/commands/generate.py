@@ -167,7 +167,6 @@ def interact(writer: Writer) -> None:
             if text := input("> " if sys.stdin.isatty() else ""):
                 stream(writer, encode_prompt(text, writer.tokenizer))
         except EOFError:
-            write("\n")
             return
         except ConfigError as error:
             say(str(error))
@@ -193,7 +192,7 @@ def check(options: argparse.Namespace) -> Sampling:
     problems = []
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(options, name) < 1:
-            problems.append(Problem(f"--{name.replace('_', '-')} {getattr(options, name)} is not a number of them", fix="give 1 or more"))
+            problems.append(Problem(f"--{name.replace('_', '-')} {getattr(options, name)} asks for nothing", fix="give 1 or more"))
     if options.seed is not None and options.seed < 0:
         problems.append(Problem(f"--seed {options.seed} is negative", fix="give 0 or more"))
     if "" in options.stop:
