@@ -191,8 +191,12 @@ class Engine:
             self.deepspeed.train()
 
     def logits(self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None) -> Tensor:
-        """Logits of a forward pass, BTV, or what `loss` makes instead. Under ZeRO-3 every rank must call it equally often."""
-        return self.deepspeed(tokens_BT, positions, loss=loss)
+        """Logits of a forward pass, BTV, or what `loss` makes instead. Under ZeRO-3 every rank must call it equally often.
+
+        Not compiled: decoding calls it with another length, and another part of the cache, each time.
+        """
+        with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
+            return self.deepspeed(tokens_BT, positions, loss=loss)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""

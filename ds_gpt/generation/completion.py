@@ -9,7 +9,7 @@ from typing import Literal
 from ds_gpt.data import Tokenizer
 from ds_gpt.generation.decoding import Decoder
 from ds_gpt.generation.options import Sampling
-from ds_gpt.generation.text import TextStream
+from ds_gpt.generation.text import TextStream, end_of_text
 from ds_gpt.model.gpt import GPT
 
 
@@ -19,14 +19,14 @@ class Completion:
 
     Attributes:
         text: without the prompt, up to a stop string.
-        tokens: how many were computed for it.
-        finish: whether it reached the number of tokens that was asked for, or a stop string.
+        tokens: how many were chosen for it.
+        finish: ``length``, the number that was asked for; ``stop``, a stop string; ``end``, the separator of documents.
         slid: whether it went past the context, so that its end was written without knowledge of the beginning.
     """
 
     text: str
     tokens: int
-    finish: Literal["length", "stop"]
+    finish: Literal["length", "stop", "end"]
     slid: bool
 
 
@@ -40,7 +40,7 @@ def complete(
     stop: Sequence[str] = (),
     show: Callable[[str], None] | None = None,
 ) -> list[Completion]:
-    """Continue all prompts together.
+    """Continue all prompts together, each up to a stop string, the end of its document, or `new_tokens`.
 
     Args:
         model: in evaluation mode.
@@ -54,19 +54,26 @@ def complete(
     """
     decoder = Decoder(model, prompts, new_tokens, sampling, seeds, tokenizer.vocab_size)
     streams, counts = [TextStream(tokenizer, prompt, stop) for prompt in prompts], [0] * len(prompts)
+    end, ended = end_of_text(tokenizer), set[int]()
     while decoder.running:
         added = decoder.step()
         for index, token in added.items():
             counts[index] += 1
-            _shown(streams[index].push(token), show)
-        decoder.finish({index for index in added if streams[index].stopped})
+            if token == end:
+                ended.add(index)
+            else:
+                _shown(streams[index].push(token), show)
+        decoder.finish({index for index in added if streams[index].stopped or index in ended})
     for stream in streams:
         _shown(stream.flush(), show)
-    context = model.config.context
     return [
-        # The last token is not computed: nothing follows it.
-        Completion(stream.text, count, "stop" if stream.stopped else "length", len(prompt) + count - 1 > context)
-        for stream, count, prompt in zip(streams, counts, prompts, strict=True)
+        Completion(
+            stream.text,
+            counts[index],
+            "stop" if stream.stopped else "end" if index in ended else "length",
+            slid=len(prompts[index]) + counts[index] - 1 > model.config.context,  # nothing follows the last token: it is not computed
+        )
+        for index, stream in enumerate(streams)
     ]
 
 

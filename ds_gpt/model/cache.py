@@ -23,13 +23,13 @@ class _Places:
         slot: of all rows, where it is the same.
         slots_B: of each row, where they differ.
         seen: the slots that any row sees.
-        seen_B11S: which of these each row sees; None: all of them.
+        mask: which of these each row sees, (B, 1, 1, S); None: all of them.
     """
 
     slot: int
     slots_B: Tensor | None
     seen: slice
-    seen_B11S: Tensor | None
+    mask: Tensor | None
 
 
 class _Layer:
@@ -68,9 +68,9 @@ class _Layer:
             keys[rows_B, :, places.slots_B], values[rows_B, :, places.slots_B] = k_BGTK[:, :, 0], v_BGTK[:, :, 0]
         k_BGSK, v_BGSK = keys[:, :, places.seen], values[:, :, places.seen]
         # The queries of a group stand where the time would: so they share its keys without a copy for each.
-        q_BGRK = q_BHTK.squeeze(2).unflatten(1, (k_BGSK.shape[1], -1))
-        y_BGRK = F.scaled_dot_product_attention(q_BGRK, k_BGSK, v_BGSK, attn_mask=places.seen_B11S, dropout_p=dropout)
-        return y_BGRK.flatten(1, 2).unsqueeze(2)
+        queries = q_BHTK.squeeze(2).unflatten(1, (k_BGSK.shape[1], -1))  # B, G, heads of the group, K
+        mixtures = F.scaled_dot_product_attention(queries, k_BGSK, v_BGSK, attn_mask=places.mask, dropout_p=dropout)
+        return mixtures.flatten(1, 2).unsqueeze(2)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows."""

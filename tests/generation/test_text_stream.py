@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from ds_gpt.data import CharTokenizer, SyntheticTokenizer
+from ds_gpt.data.byte_pairs import BpeTokenizer
 from ds_gpt.generation.text import TextStream
 
 
@@ -47,17 +48,26 @@ def test_bytes_that_are_no_character_are_replaced_and_hold_nothing_up() -> None:
     assert found[2] == "\ufffdB" and found[5] == "\ufffdC" and found[-1] == "\ufffd"
 
 
-@pytest.mark.parametrize("tokenizer", [Bytes(), CharTokenizer("".join(map(chr, range(40, 296)))), SyntheticTokenizer(256)], ids=["bytes", "char", "synthetic"])
-def test_pieces_add_up_to_what_is_decoded_at_once(tokenizer) -> None:
-    chance = random.Random(4)
-    for _ in range(100):
-        prompt = tokenizer.encode("12 34" if isinstance(tokenizer, SyntheticTokenizer) else "12").tolist() if not isinstance(tokenizer, Bytes) else [49, 50]
-        if isinstance(tokenizer, Bytes) and chance.random() < 0.5:
-            tokens = list("".join(chr(chance.choice([65, 233, 8364, 128578])) for _ in range(12)).encode())
-        else:
-            tokens = [chance.randrange(256) for _ in range(chance.randrange(30))]
-        whole = tokenizer.decode([*prompt, *tokens])
-        assert "".join(pieces(tokenizer, prompt, tokens)) == whole[len(tokenizer.decode(prompt)) :]
+TOKENIZERS = {
+    "bytes": Bytes(),
+    "char": CharTokenizer("".join(map(chr, range(40, 296)))),
+    "synthetic": SyntheticTokenizer(256),
+    "bpe": BpeTokenizer.train(["a naïve café, 3 € a cup 🙂 " * 20], 300),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_add_up_to_what_is_decoded_at_once(name: str) -> None:
+    """For any tokens, also those that are no text; the pieces have no half characters where the whole has none."""
+    tokenizer, chance = TOKENIZERS[name], random.Random(4)
+    for _ in range(200):
+        prompt = list(tokenizer.encode("12"))
+        tokens = [chance.randrange(tokenizer.vocab_size) for _ in range(chance.randrange(30))]
+        if name in ("bytes", "bpe") and chance.random() < 0.5:
+            tokens = list(tokenizer.encode("".join(chance.choice("aé€🙂 ñ文") for _ in range(12))))
+        whole, found = tokenizer.decode([*prompt, *tokens]), pieces(tokenizer, prompt, tokens)
+        assert "".join(found) == whole[len(tokenizer.decode(prompt)) :]
+        assert "\ufffd" in whole or not any("\ufffd" in piece for piece in found)
 
 
 def test_what_a_token_prints_may_depend_on_the_one_before() -> None:
