@@ -30,6 +30,10 @@ def table(records_folder: Path = RECORDS) -> str:
         rows.append((what, f"{measured['ratio_of_medians']:.2f}", "1.00", "overhead"))
     if "checkpoints" in records:
         rows += _checkpoint_rows(records["checkpoints"]["measured"])
+    if "generation" in records:
+        cases = records["generation"]["measured"]["cases"]
+        what = f"tokens/s of decoding {cases[0]['new_tokens']} tokens with the cache, as a multiple of the loop without: {' / '.join(case['model'] for case in cases)}"
+        rows.append((what, " / ".join(f"{case['ratio_of_medians']:.1f}" for case in cases), "1.0", "generation"))
     lines = ["| measured | here | reference | record |", "|---|---|---|---|"]
     lines += [f"| {what} | {here} | {reference} | `benchmarks/records/{case}.json` |" for what, here, reference, case in rows]
     return "\n".join(lines) + "\n"
