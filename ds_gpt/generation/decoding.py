@@ -71,7 +71,7 @@ class Decoder:
         forward: Forward | None = None,
     ) -> None:
         assert all(len(prompt) for prompt in prompts), "a prompt without tokens is refused before it comes here"
-        self._context = model.config.context
+        self._model, self._context = model, model.config.context
         self._sampling, self._vocab_size, self._forward = sampling, vocab_size or model.config.vocabulary, forward or model
         self._device = next(model.parameters()).device
         self._rows = [
@@ -90,13 +90,17 @@ class Decoder:
         """Whether there is a token left to add."""
         return bool(self._rows) and self._left > 0
 
-    @torch.no_grad()
     def step(self) -> dict[int, int]:
         """Add one token to every sequence that is not finished. Returns it under the prompt's number.
 
         Raises:
             ConfigError: the model computes no finite logits.
         """
+        # Inference mode costs a fifth less on small models, but what wraps a model may keep tensors for training.
+        with torch.inference_mode() if self._forward is self._model else torch.no_grad():
+            return self._step()
+
+    def _step(self) -> dict[int, int]:
         logits_BV = self._extend() if self._filled else self._fill(self._rows, upto=None)
         self._filled = True
         if not torch.isfinite(logits_BV := logits_BV[:, : self._vocab_size]).all():
@@ -152,9 +156,11 @@ class Decoder:
 
     def _logits(self, tokens_BT: Tensor, positions_BT: Tensor | None, lengths: list[int]) -> Tensor:
         """Logits of the last token of each row, BV: the model never forms those of the others."""
-        last_B = torch.tensor(lengths, device=self._device) - 1
 
         def at_last(x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+            if min(lengths) == x_BTD.shape[1]:
+                return F.linear(x_BTD[:, -1], weight_VD)
+            last_B = torch.tensor(lengths, device=self._device) - 1
             return F.linear(x_BTD[torch.arange(len(last_B), device=self._device), last_B], weight_VD)
 
         return self._forward(tokens_BT, positions_BT, loss=at_last)

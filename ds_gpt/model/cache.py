@@ -20,15 +20,15 @@ class _Places:
     """Where one new token of each row goes, and what it sees.
 
     Attributes:
-        slot: of all rows, where it is the same.
-        slots_B: of each row, where they differ.
-        seen: the slots that any row sees.
-        mask: which of these each row sees, (B, 1, 1, S); None: all of them.
+        slot: of the row that has kept most.
+        slots_B: of each row; None: the same of all.
+        oldest: the first slot that any row sees; the last is `slot`.
+        mask: which of these S slots each row sees, (B, 1, 1, S); None: all of them.
     """
 
     slot: int
     slots_B: Tensor | None
-    seen: slice
+    oldest: int
     mask: Tensor | None
 
 
@@ -62,15 +62,16 @@ class _Layer:
         """Keep one more token of every row, T = 1, which attends to all that its row has kept."""
         keys, values = self._kept(k_BGTK)
         if places.slots_B is None:
-            keys[:, :, places.slot], values[:, :, places.slot] = k_BGTK[:, :, 0], v_BGTK[:, :, 0]
+            keys.narrow(2, places.slot, 1).copy_(k_BGTK)
+            values.narrow(2, places.slot, 1).copy_(v_BGTK)
         else:
             rows_B = torch.arange(len(keys), device=keys.device)
             keys[rows_B, :, places.slots_B], values[rows_B, :, places.slots_B] = k_BGTK[:, :, 0], v_BGTK[:, :, 0]
-        k_BGSK, v_BGSK = keys[:, :, places.seen], values[:, :, places.seen]
+        k_BGSK, v_BGSK = (kept.narrow(2, places.oldest, places.slot + 1 - places.oldest) for kept in (keys, values))
         # The queries of a group stand where the time would: so they share its keys without a copy for each.
-        queries = q_BHTK.squeeze(2).unflatten(1, (k_BGSK.shape[1], -1))  # B, G, heads of the group, K
+        queries = q_BHTK.reshape(*k_BGSK.shape[:2], -1, k_BGSK.shape[-1])  # B, G, heads of the group, K
         mixtures = F.scaled_dot_product_attention(queries, k_BGSK, v_BGSK, attn_mask=places.mask, dropout_p=dropout)
-        return mixtures.flatten(1, 2).unsqueeze(2)
+        return mixtures.reshape(q_BHTK.shape)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows."""
@@ -111,15 +112,14 @@ class KeyValueCache:
         slots_B = torch.tensor(places, device=device)
         first, last = min(places), max(places)
         oldest = 0 if self._window is None else max(0, first + 1 - self._window)
-        seen = slice(oldest, last + 1)
         if first == last:
-            where = _Places(last, None, seen, None)
+            where = _Places(last, None, oldest, None)
         else:
-            distance_BS = slots_B[:, None] - torch.arange(seen.start, seen.stop, device=device)
+            distance_BS = slots_B[:, None] - torch.arange(oldest, last + 1, device=device)
             seen_BS = distance_BS >= 0
             if self._window is not None:
                 seen_BS &= distance_BS < self._window
-            where = _Places(last, slots_B, seen, seen_BS[:, None, None])
+            where = _Places(last, slots_B, oldest, seen_BS[:, None, None])
         with self._attending(lambda layer: partial(layer.extend, where)):
             yield slots_B[:, None]
 
