@@ -8,10 +8,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import checkpoints, checks, compare, compiled, convergence, overhead, planner_report, readme, report, suite
+from benchmarks import (
+    checkpoints,
+    checks,
+    compare,
+    compiled,
+    convergence,
+    generation,
+    overhead,
+    planner_report,
+    readme,
+    report,
+    suite,
+)
 from ds_gpt.commands.failure import print_or_fail, run_or_fail
 
-CASES = {"checkpoints": checkpoints, "compile": compiled, "convergence": convergence, "overhead": overhead}
+CASES = {
+    "checkpoints": checkpoints,
+    "compile": compiled,
+    "convergence": convergence,
+    "generation": generation,
+    "overhead": overhead,
+}
 _SUITE_FIRST = "run a suite: --suite NAME [--only --skip --dry-run --fresh --price-per-hour --records]; or one of the verbs below"
 
 

@@ -33,6 +33,10 @@ def table(records_folder: Path = RECORDS) -> str:
     if "compile" in records:
         gains = " / ".join(f"{found['speed_up']:.2f}" for found in records["compile"]["measured"].values())
         rows.append(("processor time of an eager step over that of a compiled one, 0.8M parameters, GPT-2 / Llama", gains, "1.00", "compile"))
+    if "generation" in records:
+        cases = records["generation"]["measured"]["cases"]
+        what = f"tokens/s of decoding {cases[0]['new_tokens']} tokens with the cache, as a multiple of the loop without: {' / '.join(case['model'] for case in cases)}"
+        rows.append((what, " / ".join(f"{case['ratio_of_medians']:.1f}" for case in cases), "1.0", "generation"))
     lines = ["| measured | here | reference | record |", "|---|---|---|---|"]
     lines += [f"| {what} | {here} | {reference} | `benchmarks/records/{case}.json` |" for what, here, reference, case in rows]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ VERBS = {
     "train": "train on this process alone; use the deepspeed launcher or torchrun for more ranks",
     "show-config": "print the composed configuration and who owns each number",
     "bench": "measure speed and memory by suites of cases, and compare records",
+    "generate": "continue text with a trained model: one prompt, a file of them, or interactively",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
 

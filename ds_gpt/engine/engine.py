@@ -39,7 +39,7 @@ from ds_gpt.engine.state import (
 )
 from ds_gpt.learning.loss import linear_cross_entropy_sum
 from ds_gpt.learning.parameter_groups import parameter_groups
-from ds_gpt.model.gpt import GPT
+from ds_gpt.model.gpt import GPT, Loss
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,13 @@ class Engine:
         finally:
             self.deepspeed.train()
 
-    def logits(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of a forward pass, BTV. Under ZeRO-3 every rank must call it equally often."""
-        return self.deepspeed(tokens_BT)
+    def logits(self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None) -> Tensor:
+        """Logits of a forward pass, BTV, or what `loss` makes instead. Under ZeRO-3 every rank must call it equally often.
+
+        Not compiled: decoding calls it with another length, and another part of the cache, each time.
+        """
+        with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
+            return self.deepspeed(tokens_BT, positions, loss=loss)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""

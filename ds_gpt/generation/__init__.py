@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling one, and decoding many."""
+"""From logits to text: choosing a token, continuing many prompts together, showing whole characters."""

@@ -17,7 +17,7 @@ from ds_gpt.model.positions import rotation
 INIT_STD = 0.02
 
 RunBlock = Callable[..., Tensor]
-Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, *shared: Tensor | None) -> Tensor:
@@ -79,9 +79,9 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last linear map: from the normalized stream to logits, or straight to a loss that never forms them all.
+    """The last linear map: from the normalized stream to logits, or straight to what never forms them all.
 
-    The loss is called in here, where ZeRO-3 has gathered the weight.
+    That is a loss, or the logits of the last tokens. It is called in here, where ZeRO-3 has gathered the weight.
     """
 
     def forward(self, x_BTD: Tensor, loss: Loss | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from ds_gpt.config import ConfigError
 from ds_gpt.config.run import SampleConfig
@@ -13,6 +12,7 @@ from ds_gpt.data import Dataset, rank_share
 from ds_gpt.data.loader import Batch, window_batch
 from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
+from ds_gpt.generation.options import Sampling
 from ds_gpt.learning.loss import IGNORE_INDEX
 
 _PROBE_SEQUENCES = 16
@@ -55,19 +55,11 @@ def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
     try:
         prompt = dataset.tokenizer.encode(sample.prompt)
     except ConfigError:  # the prompt of a recipe may not suit the corpus it was pointed at
-        prompt = np.empty(0)
+        prompt = np.empty(0, dtype=np.int64)
     if len(prompt) == 0:
         prompt = dataset.val.read(np.array([0]), 1)[0]
-    tokens_BT = torch.tensor(np.asarray(prompt, dtype=np.int64), device=engine.ranks.device)[None]
-    generator = torch.Generator(engine.ranks.device).manual_seed(engine.composed.run.seed)
+    vocab_size = dataset.tokenizer.vocab_size
+    sampling = Sampling(sample.temperature, sample.top_k)
     with engine.evaluating():
-        tokens_BT = generate(
-            engine.logits,
-            tokens_BT,
-            sample.tokens,
-            context=engine.composed.run.model.context,
-            temperature=sample.temperature,
-            top_k=sample.top_k,
-            generator=generator,
-        )
-    return dataset.tokenizer.decode(tokens_BT[0].tolist())
+        (continued,) = generate(engine.model, [prompt.tolist()], sample.tokens, sampling, engine.composed.run.seed, vocab_size, engine.logits)
+    return dataset.tokenizer.decode([*prompt.tolist(), *continued])

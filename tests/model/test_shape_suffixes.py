@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ds_gpt.model
+import ds_gpt.model.cache
 from ds_gpt.config import ModelConfig
+from ds_gpt.model.cache import KeyValueCache
 from ds_gpt.model.gpt import GPT
 
 # All differ but S, which is T where a sequence attends to itself.
@@ -80,6 +81,22 @@ def test_every_suffix_in_the_model_is_right(options, kv_heads, window):
     assert suffixes.wrong == set()
     assert suffixes.seen >= {"tokens_BT", "x_BTD", "q_BHTK", "k_BGSK", "v_BGSK", "k_BHSK", "scores_BHTS", "distance_TS",
                              "seen_TS", "y_BHTK", "h_BTF"}  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[7, 7], [8, 5]], ids=["equally many", "unequally many"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_every_suffix_in_the_cache_is_right(window, lengths):
+    """One token a row more, beside what is kept: T is 1, S what any row sees. The model takes S for T."""
+    options = OPTIONS | {"sliding_window": window, "kv_heads": SIZES["G"], "ffn_width": 37}
+    model = GPT(ModelConfig(layers=2, width=SIZES["D"], heads=SIZES["H"], context=19, vocab_size=SIZES["V"], **options))
+    cache = KeyValueCache(model, SIZES["B"], 17)
+    with watching(MODEL_FILES, SIZES | {"F": 37}) as suffixes, cache.filling(torch.arange(SIZES["B"])):
+        model(torch.zeros(SIZES["B"], SIZES["T"], dtype=torch.long))
+    sizes = SIZES | {"F": 37, "T": 1, "S": max(lengths) + 1 - (max(0, min(lengths) + 1 - window) if window else 0)}
+    with watching({ds_gpt.model.cache.__file__}, sizes) as extended, cache.extending(lengths, torch.device("cpu")) as positions_BT:
+        model(torch.zeros(SIZES["B"], 1, dtype=torch.long), positions_BT)
+    assert suffixes.wrong == extended.wrong == set()
+    assert suffixes.seen >= {"k_BGTK", "v_BGTK", "rows_B"} and extended.seen >= {"k_BGSK", "k_BGTK", "q_BHTK"}
 
 
 def wrong_order(x_BTD):
