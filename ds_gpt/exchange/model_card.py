@@ -1,0 +1,80 @@
+"""The README of an exported model: what it is, how it was trained, how to load it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ds_gpt.checkpoint.saved_model import SavedModel
+from ds_gpt.config import flatten
+from ds_gpt.model.counts import parameters
+
+_USE = {
+    "hf": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH")
+```""",
+    "safetensors": """The tensors of `model.safetensors` have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
+    "torch": """```python
+import json
+import torch
+from ds_gpt.config import ModelConfig
+from ds_gpt.model.gpt import GPT
+
+model = GPT(ModelConfig(**json.load(open("PATH/config.json"))["model"]))
+model.load_state_dict(torch.load("PATH/model.pt", weights_only=True))
+```""",
+}
+# Of the run's configuration, what tells how the model was trained; the whole is in the run's folder.
+_TOLD = ("data.", "batch.global_batch_size", "optimizer.", "schedule.", "loss.label_smoothing", "training.", "seed")
+_NOT_TOLD = ("data.cache_dir", "data.synthetic")
+
+
+def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | None) -> str:
+    """Markdown with the front matter that the Hugging Face hub reads.
+
+    Args:
+        saved: the checkpoint.
+        format: of the export.
+        dtype: of the weights.
+        architecture: the class of transformers that loads it, if any does.
+    """
+    state, model = saved.state, saved.run.model
+    facts = state["facts"]
+    loss = state.get("val_loss")
+    versions = facts.get("versions", {})
+    rows = {
+        "parameters": f"{parameters(model):,}",
+        "class in transformers": architecture,
+        "weights": dtype,
+        "optimizer steps": f"{state['step']:,}",
+        "tokens trained on": f"{state['tokens']:,}",
+        "validation loss": None if loss is None else f"{loss:.4f} nats a token (perplexity {math.exp(loss):.2f})",
+        "trained on": f"{facts['world_size']} x {facts['device']}, {facts['precision']}, ZeRO stage {facts['deepspeed']['zero_optimization']['stage']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "tokenizer": f"{type(saved.tokenizer).__name__}, {saved.tokenizer.vocab_size:,} ids",
+        "imported from": facts.get("imported_from"),
+    }
+    title = saved.run.name
+    shape = {f"model.{key}": value for key, value in model.model_dump(mode="json").items()}
+    run = flatten(saved.run.model_dump(mode="json"))
+    told = {key: value for key, value in run.items() if key.startswith(_TOLD) and not key.startswith(_NOT_TOLD)}
+    library = "transformers" if format == "hf" else "pytorch"
+    parts = [
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- ds_gpt\n---",
+        f"# {title}",
+        "A GPT trained with ds_gpt on DeepSpeed. It continues text; it was not trained to follow instructions or to be safe.",
+        _table({key: value for key, value in rows.items() if value is not None}),
+        f"## Use\n\n{_USE[format]}",
+        f"## Model\n\n{_table(shape)}",
+        f"## Training\n\n{_table(told)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: dict[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in rows.items()}
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {text.replace('|', '&#124;')} |" for key, text in texts.items())])
