@@ -34,6 +34,17 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     raise AssertionError(f"no tokenizer.json is known for a {type(tokenizer).__name__}")
 
 
+def own_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """The character tokenizer that `tokenizer` was made of by `tokenizer_json`, with its identity; any other as it is."""
+    if not isinstance(tokenizer, BpeTokenizer):
+        return tokenizer
+    fields = tokenizer.to_dict()
+    words = fields["model"].get("vocab") if fields["model"].get("type") == "WordLevel" else None
+    characters = "".join(words) if isinstance(words, dict) else ""
+    candidate = CharTokenizer("".join(sorted(set(characters))))
+    return candidate if characters and tokenizer_json(candidate) == fields else tokenizer
+
+
 def separator_name(tokenizer: Tokenizer) -> str | None:
     """The special token that lies between documents, by its name in the tokenizer.json; None where it is an ordinary one, or none."""
     if tokenizer.separator is None or not isinstance(tokenizer, (BpeTokenizer, Gpt2Tokenizer)):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -51,17 +54,11 @@ def export(saved: SavedModel, output: Path, format: Format, dtype: str = "fp32",
     layout = family.layout(model) if family else own_layout(model)
     shapes, torch_dtype = parameter_shapes(model), DTYPES[dtype]
     files = _hugging_face_files(saved, family, torch_dtype) if family else _own_files(saved)
-    with new_folder(output, "--output") as folder, ShardReader(saved.checkpoint) as shards:
-
-        def read(name: str) -> Tensor:
-            values = shards.read(name, WEIGHT, 0, torch.Size(shapes[name]).numel())
-            assert values is not None, f"an intact checkpoint of this shape has '{name}'"
-            return values.view(shapes[name])
-
+    with new_folder(output, "--output") as folder, _Masters(saved.checkpoint, shapes) as masters:
         if format == "torch":
-            _write_torch(folder / _TORCH_FILE, shapes, read, torch_dtype, model.tied_head)
+            _write_torch(folder / _TORCH_FILE, shapes, masters.read, torch_dtype, model.tied_head)
         else:
-            tensors = _tensors(layout, read, torch_dtype)
+            tensors = _tensors(layout, masters.read, torch_dtype)
             write_sharded(folder, list(foreign_shapes(layout, shapes)), torch_dtype, tensors, max_shard_bytes)
         card = model_card(saved, format, dtype, family.architecture if family else None)
         for name, content in {**files, "README.md": card}.items():
@@ -69,6 +66,39 @@ def export(saved: SavedModel, output: Path, format: Format, dtype: str = "fp32",
             text = content if isinstance(content, str) else json.dumps(content, indent=indent) + "\n"
             (folder / name).write_text(text, encoding="utf-8")
             sync(folder / name)
+
+
+class _Masters:
+    """The fp32 weights of a checkpoint, one at a time.
+
+    What was read of a mapped file counts as this process's memory for as long as the file is open, so the files are
+    closed and opened anew each time that a share of the weights was read.
+    """
+
+    _SHARE = 1 / 8
+
+    def __init__(self, checkpoint: Path, shapes: Mapping[str, Shape]) -> None:
+        self._checkpoint, self._numels = checkpoint, {name: math.prod(shape) for name, shape in shapes.items()}
+        self._shapes, self._limit = shapes, sum(self._numels.values()) * self._SHARE
+        self._since_opened = 0
+        self._files = ExitStack()
+        self._shards = self._files.enter_context(ShardReader(checkpoint))
+
+    def __enter__(self) -> _Masters:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._files.close()
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's values."""
+        if self._since_opened > self._limit:
+            self._files.close()
+            self._shards, self._since_opened = self._files.enter_context(ShardReader(self._checkpoint)), 0
+        values = self._shards.read(name, WEIGHT, 0, self._numels[name])
+        assert values is not None, f"an intact checkpoint of this shape has '{name}'"
+        self._since_opened += self._numels[name]
+        return values.view(self._shapes[name])
 
 
 def _tensors(layout: Layout, read: Read, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -84,7 +114,10 @@ def _write_torch(path: Path, shapes: Mapping[str, Shape], read: Read, dtype: tor
     weights = {name: _cast(read(name), dtype, name) for name in shapes}
     if tied_head:  # the same tensor under a second name: `load_state_dict` asks for it, the file holds it once
         weights["head.weight"] = weights["embedding.tokens.weight"]
-    torch.save(weights, path)
+    try:
+        torch.save(weights, path)
+    except RuntimeError as error:  # what torch makes of the operating system's error
+        raise OSError(f"torch.save failed: {error}") from error
     sync(path)
 
 

@@ -16,11 +16,13 @@ from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.shards import piece_key, record, shard_name
 from ds_gpt.config import ConfigError, ModelConfig, Problem
 from ds_gpt.data import Tokenizer, load_tokenizer
+from ds_gpt.data.tokenizer_json import own_tokenizer
 from ds_gpt.engine.state import WEIGHT
 from ds_gpt.exchange.foreign_config import read_config
 from ds_gpt.exchange.layouts import Layout, foreign_shapes, parameter_shapes
 from ds_gpt.exchange.tensor_files import TensorFolder, write_tensors
 
+ORIGIN = "imported.json"  # in the folder of an imported run: where its model is from
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 _GPT2_STEM = "transformer."  # GPT-2 was published without it
 # Buffers that some files keep and no model needs.
@@ -37,12 +39,14 @@ class ForeignModel:
         folder: where it lies.
         model: its shape in our terms.
         tokenizer: its tokenizer.
+        config: content of its config.json.
         layout: where its weights lie.
     """
 
     folder: Path
     model: ModelConfig
     tokenizer: Tokenizer
+    config: dict[str, Any]
     layout: Layout
 
 
@@ -80,7 +84,7 @@ def find_foreign_model(folder: Path, tokenizer: Path | None = None) -> ForeignMo
                 "give one with --tokenizer; or make it: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH) in transformers",
             )
         )
-    found = load_tokenizer(tokenizer_path)
+    found = own_tokenizer(load_tokenizer(tokenizer_path))
     if found.vocab_size > model.vocabulary:
         raise ConfigError(
             Problem(
@@ -89,7 +93,7 @@ def find_foreign_model(folder: Path, tokenizer: Path | None = None) -> ForeignMo
                 "give the model's own tokenizer with --tokenizer",
             )
         )
-    return ForeignModel(folder, model, found, layout)
+    return ForeignModel(folder, model, found, config, layout)
 
 
 def write_checkpoint(foreign: ForeignModel, checkpoints: Path, facts: dict[str, Any]) -> Path:

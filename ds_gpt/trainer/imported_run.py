@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ds_gpt.config.compose import compose
 from ds_gpt.config.files import ConfigFile, read_deepspeed_json
 from ds_gpt.config.shipped import DEFAULT_DEEPSPEED
 from ds_gpt.data import Dataset
-from ds_gpt.exchange.importing import ForeignModel, write_checkpoint
+from ds_gpt.exchange.importing import ORIGIN, ForeignModel, write_checkpoint
 from ds_gpt.exchange.new_folder import new_folder
 from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.start import facts
@@ -48,5 +49,7 @@ def import_run(foreign: ForeignModel, run_dir: str | None, hardware: Hardware) -
     nothing = Dataset.cut(np.empty(0, dtype=np.uint16), 0.1, foreign.tokenizer, digest="none: imported")
     with new_folder(path, "--run-dir") as partial:
         folder = RunFolder.create(str(partial), composed, foreign.tokenizer, nothing.digest)
-        write_checkpoint(foreign, folder.checkpoints, {**facts(composed, nothing), "imported_from": str(foreign.folder)})
+        origin = {"name": foreign.folder.resolve().name, "config": foreign.config}
+        (partial / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        write_checkpoint(foreign, folder.checkpoints, facts(composed, nothing))
     return path
