@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ def check_evaluation_and_export() -> None:
     quality = measure(saved, validation_data(saved, None), torch.device("cpu"), saved.run.evaluation.sequences)
     assert quality.loss == pytest.approx(metrics(Path("run"))[-1]["val_loss"], rel=1e-6)
     assert quality.bits_per_byte is not None and 0.5 < quality.bits_per_byte / quality.loss < 1.2  # a token is some 2 bytes
+    # Of all windows some hold a boundary between documents: there it matters that a token sees its own only.
+    across = saved.run.model_copy(update={"data": saved.run.data.model_copy(update={"attend_across_documents": True})})
+    dataset = validation_data(saved, None)
+    apart, together = (measure(model, dataset, torch.device("cpu"), 10**6) for model in (saved, replace(saved, run=across)))
+    assert apart.tokens == together.tokens and abs(apart.loss - together.loss) > 1e-6
     export(saved, Path("out"), "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
