@@ -14,14 +14,26 @@ from ds_gpt.commands.failure import run_or_fail
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and export; ends the process with status 2 on bad input."""
     parser = Parser(prog=prog, description="Write a run's model as files that other tools read.", allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="a run folder (its newest intact checkpoint), or the folder of a checkpoint")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder (its newest intact checkpoint), or the folder of a checkpoint"
+    )
     parser.add_argument(
         "--format", choices=("hf", "safetensors", "torch"), default="hf",
-        help="hf: for transformers, vLLM and others; safetensors: ds_gpt's own tensor names; torch: one file for torch.load (default: hf)",
+        help="hf: for transformers, vLLM and others; safetensors: ds_gpt's own tensor names; "
+        "torch: one file for torch.load (default: hf)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="a folder that does not exist yet (default: RUN/exports/STEP-FORMAT-DTYPE)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: fp32, as they were trained)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one file of weights (default: 5GB)")
+    parser.add_argument(
+        "--output", metavar="DIR", help="a folder that does not exist yet (default: RUN/exports/STEP-FORMAT-DTYPE)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the weights (default: fp32, as they were trained)",
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="of one file of weights (default: 5GB)"
+    )
     run_or_fail(lambda: run(parser.parse_args(arguments)))
 
 

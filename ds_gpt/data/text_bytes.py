@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: what makes losses of different tokenizers comparable, as bits per byte."""
+"""How many bytes of text each token stands for, which makes the losses of different tokenizers comparable."""
 
 from __future__ import annotations
 

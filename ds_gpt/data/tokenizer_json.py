@@ -21,7 +21,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         case Gpt2Tokenizer():
             letters = byte_letters()
             vocabulary = {"".join(letters[byte] for byte in token): rank for rank, token in enumerate(tokenizer.ranks)}
-            merges = [["".join(letters[byte] for byte in part) for part in pair] for pair in merges_of(tokenizer.ranks)]
+            merges = [
+                ["".join(letters[byte] for byte in part) for part in pair] for pair in merges_of(tokenizer.ranks)
+            ]
             model = {"type": "BPE", "vocab": vocabulary, "merges": merges}
             return _definition(model, _BYTE_LEVEL, _BYTE_LEVEL, {END_OF_TEXT: len(tokenizer.ranks)})
         case CharTokenizer():
@@ -35,7 +37,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def own_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """The character tokenizer that `tokenizer` was made of by `tokenizer_json`, with its identity; any other as it is."""
+    """The character tokenizer that `tokenizer` was made of by `tokenizer_json`; any other as it is."""
     if not isinstance(tokenizer, BpeTokenizer):
         return tokenizer
     fields = tokenizer.to_dict()
@@ -46,14 +48,14 @@ def own_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def separator_name(tokenizer: Tokenizer) -> str | None:
-    """The special token that lies between documents, by its name in the tokenizer.json; None where it is an ordinary one, or none."""
+    """The name of the special token that lies between documents; None where there is none, or an ordinary token does."""
     if tokenizer.separator is None or not isinstance(tokenizer, (BpeTokenizer, Gpt2Tokenizer)):
         return None
     return tokenizer.decode([tokenizer.separator])
 
 
 def byte_letters() -> list[str]:
-    """The character by which GPT-2's vocabulary writes each byte: itself where it can be seen, else one from U+0100 on."""
+    """How GPT-2's vocabulary writes each byte: as itself where it can be seen, else from U+0100 on."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte if byte in visible else next(hidden)) for byte in range(256)]
@@ -93,7 +95,10 @@ def _words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _definition(
-    model: dict[str, Any], pieces: dict[str, Any], decoder: dict[str, Any] | None, special: dict[str, int] | None = None
+    model: dict[str, Any],
+    pieces: dict[str, Any],
+    decoder: dict[str, Any] | None,
+    special: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": i, "content": content, **plain} for content, i in (special or {}).items()]

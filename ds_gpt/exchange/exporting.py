@@ -33,7 +33,9 @@ _TOKENIZER = "tokenizer.json"
 Read = Callable[[str], Tensor]  # a parameter's name to its fp32 values
 
 
-def export(saved: SavedModel, output: Path, format: Format, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9) -> None:
+def export(
+    saved: SavedModel, output: Path, format: Format, dtype: str = "fp32", max_shard_bytes: int = 5 * 10**9
+) -> None:
     """Write the model, its tokenizer and a model card to a new folder.
 
     ``hf`` is what `from_pretrained` of transformers loads; ``safetensors`` has our own tensor names; ``torch`` is one
@@ -87,7 +89,9 @@ class _Masters:
     def __enter__(self) -> _Masters:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.close()
 
     def read(self, name: str) -> Tensor:

@@ -85,15 +85,33 @@ def _mistral_config(model: ModelConfig) -> dict[str, Any]:
 def _qwen3_config(model: ModelConfig) -> dict[str, Any]:
     windowed = model.sliding_window is not None
     layers = ["sliding_attention" if windowed else "full_attention"] * model.layers
-    window = {"use_sliding_window": windowed, "sliding_window": model.sliding_window, "max_window_layers": 0 if windowed else model.layers}
+    window = {
+        "use_sliding_window": windowed,
+        "sliding_window": model.sliding_window,
+        "max_window_layers": 0 if windowed else model.layers,
+    }
     return {**_llama_config(model), **window, "layer_types": layers}
 
 
 _ONE_BY_ONE = {"kv_heads": {False}, "qk_norm": {False}, "sliding_window": {False}}
 FAMILIES = (
-    Family("GPT2LMHeadModel", "gpt2", {"positions": {"learned"}, "norm": {"layernorm"}, "ffn": {"gelu"}, **_ONE_BY_ONE}, gpt2_layout, _gpt2_config),
-    Family("LlamaForCausalLM", "llama", {**_LLAMA, "qk_norm": {False}, "sliding_window": {False}}, llama_layout, _llama_config),
-    Family("MistralForCausalLM", "mistral", {**_LLAMA, "bias": {False}, "qk_norm": {False}}, llama_layout, _mistral_config),
+    Family(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {"positions": {"learned"}, "norm": {"layernorm"}, "ffn": {"gelu"}, **_ONE_BY_ONE},
+        gpt2_layout,
+        _gpt2_config,
+    ),
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        {**_LLAMA, "qk_norm": {False}, "sliding_window": {False}},
+        llama_layout,
+        _llama_config,
+    ),
+    Family(
+        "MistralForCausalLM", "mistral", {**_LLAMA, "bias": {False}, "qk_norm": {False}}, llama_layout, _mistral_config
+    ),
     Family("Qwen3ForCausalLM", "qwen3", {**_LLAMA, "bias": {False}, "qk_norm": {True}}, llama_layout, _qwen3_config),
 )
 

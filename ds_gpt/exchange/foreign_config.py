@@ -19,7 +19,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
     "llama": {"rms_norm_eps": 1e-6, "hidden_act": "silu"},
     "mistral": {"rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen3": {"rms_norm_eps": 1e-6, "hidden_act": "silu", "sliding_window": 4096, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28},
+    "qwen3": {
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "sliding_window": 4096,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_window_layers": 28,
+    },
 }
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
@@ -50,7 +57,12 @@ def read_config(config: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         if isinstance(error, ValidationError):
             missing = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
-        raise ConfigError(Problem(f"config.json cannot be read as a {kind}: {missing}", fix="restore it from where the model was published")) from None
+        raise ConfigError(
+            Problem(
+                f"config.json cannot be read as a {kind}: {missing}",
+                fix="restore it from where the model was published",
+            )
+        ) from None
     if problems := [*problems, *shape_problems(model)]:
         raise ConfigError(problems)
     return model, known[kind](model)
@@ -58,7 +70,11 @@ def read_config(config: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
 
 def _gpt2(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
     problems = _unequal(config, "activation_function", *_GELU_TANH)
-    for key, value in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+    for key, value in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
         problems += _unequal({key: value, **config}, key, value)
     dropouts = {config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     model = ModelConfig(
@@ -78,7 +94,11 @@ def _gpt2(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
 def _llama(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
     kind, heads = config["model_type"], config["num_attention_heads"]
     # Newer files have rope_parameters, older ones rope_theta and, for what is not the default, rope_scaling.
-    rope = {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
     scaled = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
     problems = _unequal(config, "hidden_act", "silu", "swish") + _unequal(scaled, "rope_type", "default")
     head_width = config.get("head_dim") or config["hidden_size"] // heads
@@ -118,15 +138,25 @@ def _window(config: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     if config["model_type"] == "mistral":
         return config["sliding_window"], []
     layers, first = config["num_hidden_layers"], config["max_window_layers"]
-    kinds = config.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(0, layers - first)
+    kinds = config.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(
+        0, layers - first
+    )
     if not config.get("use_sliding_window", False) or set(kinds) == {"full_attention"}:
         return None, []
     mixed = set(kinds) != {"sliding_attention"}
-    return config["sliding_window"], _unequal({"layer_types": sorted(set(kinds))}, "layer_types", ["sliding_attention"]) if mixed else []
+    return config["sliding_window"], _unequal(
+        {"layer_types": sorted(set(kinds))}, "layer_types", ["sliding_attention"]
+    ) if mixed else []
 
 
 def _unequal(config: Mapping[str, Any], key: str, *allowed: Any) -> list[Problem]:
     """A problem where a key has none of the values that our model can be."""
     if config[key] in allowed:
         return []
-    return [Problem(f"config.json: {key} = {config[key]!r} cannot be imported", f"ours computes {' or '.join(map(repr, allowed))} only", "import another model")]
+    return [
+        Problem(
+            f"config.json: {key} = {config[key]!r} cannot be imported",
+            f"ours computes {' or '.join(map(repr, allowed))} only",
+            "import another model",
+        )
+    ]

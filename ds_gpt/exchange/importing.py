@@ -1,4 +1,4 @@
-"""A model that others trained, or that was exported, as the checkpoint of a run: piece by piece, and only from safetensors."""
+"""A model that others trained, or that was exported, as the checkpoint of a run; only from safetensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def find_foreign_model(folder: Path, tokenizer: Path | None = None) -> ForeignMo
             Problem(
                 f"'{folder}' has no config.json" if folder.is_dir() else f"'{folder}' is not a folder",
                 "it says what the weights mean",
-                "give the folder of a model: config.json, tokenizer.json and *.safetensors (hf download NAME --local-dir DIR gets one)",
+                "give a folder with config.json, tokenizer.json and *.safetensors (hf download NAME --local-dir DIR)",
             )
         )
     try:
@@ -74,14 +74,16 @@ def find_foreign_model(folder: Path, tokenizer: Path | None = None) -> ForeignMo
         if not isinstance(config, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"'{config_path}' cannot be read: {error}", fix="restore it from where the model was published")) from None
+        raise ConfigError(
+            Problem(f"'{config_path}' cannot be read: {error}", fix="restore it from where the model was published")
+        ) from None
     model, layout = read_config(config)
     if not tokenizer_path.is_file():
         raise ConfigError(
             Problem(
                 f"'{tokenizer_path}' does not exist",
                 "without the tokenizer of its training a model's ids have no meaning",
-                "give one with --tokenizer; or make it: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH) in transformers",
+                "give one with --tokenizer; or make it: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH)",
             )
         )
     found = own_tokenizer(load_tokenizer(tokenizer_path))
@@ -111,11 +113,20 @@ def write_checkpoint(foreign: ForeignModel, checkpoints: Path, facts: dict[str, 
     with TensorFolder(foreign.folder) as tensors:
         named = _checked_names(foreign, tensors)
         _check_tied(foreign, tensors, named)
-        keys = {piece_key(rule.ours, WEIGHT, 0): (torch.Size(shapes[rule.ours]).numel(),) for rule in foreign.layout.rules}
+        keys = {
+            piece_key(rule.ours, WEIGHT, 0): (torch.Size(shapes[rule.ours]).numel(),) for rule in foreign.layout.rules
+        }
         partial = prepare_partial(checkpoints, 0)
         shard = partial / shard_name(0)
         write_tensors(shard, keys, torch.float32, _parameters(foreign.layout, tensors, named))
-    state = {**asdict(RunState()), "val_loss": None, "probe_loss": None, "facts": facts, "optimizer_steps": 0, "loss_scaler": {}}
+    state = {
+        **asdict(RunState()),
+        "val_loss": None,
+        "probe_loss": None,
+        "facts": facts,
+        "optimizer_steps": 0,
+        "loss_scaler": {},
+    }
     return commit(partial, 0, state, [record(shard)])
 
 
@@ -125,24 +136,57 @@ def _parameters(layout: Layout, tensors: TensorFolder, named: dict[str, str]) ->
 
 
 def _checked_names(foreign: ForeignModel, tensors: TensorFolder) -> dict[str, str]:
-    """Each tensor of the layout by its name in the files. Raises ConfigError: what is missing, superfluous, or has another shape or type."""
+    """Each tensor of the layout by its name in the files.
+
+    Raises ConfigError: what is missing, superfluous, or has another shape or type.
+    """
     expected = dict(foreign_shapes(foreign.layout, parameter_shapes(foreign.model)))
     stemless = not any(name.startswith(_GPT2_STEM) for name in tensors.names)
     named = {name: name.removeprefix(_GPT2_STEM) if stemless else name for name in expected}
     missing = sorted(name for name, stored in named.items() if stored not in tensors.names)
-    unknown = sorted(name for name in tensors.names - set(named.values()) if not name.endswith(_NO_WEIGHTS) and name != _HEAD)
+    unknown = sorted(
+        name for name in tensors.names - set(named.values()) if not name.endswith(_NO_WEIGHTS) and name != _HEAD
+    )
     present = {name: stored for name, stored in named.items() if stored in tensors.names}
     reshaped = [
-        f"{name} {tensors.shape(stored)} instead of {expected[name]}" for name, stored in present.items() if tensors.shape(stored) != expected[name]
+        f"{name} {tensors.shape(stored)} instead of {expected[name]}"
+        for name, stored in present.items()
+        if tensors.shape(stored) != expected[name]
     ]
-    retyped = [f"{name} {tensors.dtype(stored)}" for name, stored in present.items() if tensors.dtype(stored) not in _FLOATS]
+    retyped = [
+        f"{name} {tensors.dtype(stored)}" for name, stored in present.items() if tensors.dtype(stored) not in _FLOATS
+    ]
     problems = [
-        Problem(f"{len(found)} tensors {what}: {', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}", why, fix)
+        Problem(
+            f"{len(found)} tensors {what}: {', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}",
+            why,
+            fix,
+        )
         for what, found, why, fix in (
-            ("are missing", missing, "the model would compute with what was never trained", "copy the folder anew from where it was published"),
-            ("belong to no part of the model that config.json describes", unknown, "what they do would be left out", "import another model"),
-            ("have other shapes than config.json says", reshaped, "they are those of another model", "restore config.json or the weights"),
-            ("are no floating-point numbers", retyped, "quantized weights are not what was trained", "take the model before it was quantized"),
+            (
+                "are missing",
+                missing,
+                "the model would compute with what was never trained",
+                "copy the folder anew from where it was published",
+            ),
+            (
+                "belong to no part of the model that config.json describes",
+                unknown,
+                "what they do would be left out",
+                "import another model",
+            ),
+            (
+                "have other shapes than config.json says",
+                reshaped,
+                "they are those of another model",
+                "restore config.json or the weights",
+            ),
+            (
+                "are no floating-point numbers",
+                retyped,
+                "quantized weights are not what was trained",
+                "take the model before it was quantized",
+            ),
         )
         if found
     ]
@@ -154,7 +198,11 @@ def _checked_names(foreign: ForeignModel, tensors: TensorFolder) -> dict[str, st
 def _check_tied(foreign: ForeignModel, tensors: TensorFolder, named: dict[str, str]) -> None:
     """A head that stands beside an embedding to which config.json ties it must be equal to it. Raises ConfigError."""
     embedding = next(named[rule.theirs[0]] for rule in foreign.layout.rules if rule.ours == "embedding.tokens.weight")
-    if foreign.model.tied_head and _HEAD in tensors.names and not torch.equal(tensors.read(_HEAD), tensors.read(embedding)):
+    if (
+        foreign.model.tied_head
+        and _HEAD in tensors.names
+        and not torch.equal(tensors.read(_HEAD), tensors.read(embedding))
+    ):
         raise ConfigError(
             Problem(
                 f"config.json ties the head to the embedding, but {_HEAD} differs from {embedding}",

@@ -59,8 +59,11 @@ def own_layout(model: ModelConfig) -> Layout:
 
 
 def gpt2_layout(model: ModelConfig) -> Layout:
-    """GPT2LMHeadModel of transformers: its `Conv1D` stores the transpose of a Linear, its biases cannot be left out."""
-    rules = [_same("embedding.tokens.weight", "transformer.wte.weight"), _same("embedding.positions.weight", "transformer.wpe.weight")]
+    """GPT2LMHeadModel: its `Conv1D` stores the transpose of a Linear, its biases cannot be left out."""
+    rules = [
+        _same("embedding.tokens.weight", "transformer.wte.weight"),
+        _same("embedding.positions.weight", "transformer.wpe.weight"),
+    ]
     norms, linears, widths = {"norm": "transformer.ln_f"}, {}, {}
     for i in range(model.layers):
         block, h = f"blocks.{i}", f"transformer.h.{i}"
@@ -124,7 +127,10 @@ class Heads:
 
     def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The inverse of `split`."""
-        of_group = (q.unflatten(0, (self._groups, self._shared, self._width)), *(x.unflatten(0, (self._groups, 1, self._width)) for x in (k, v)))
+        of_group = (
+            q.unflatten(0, (self._groups, self._shared, self._width)),
+            *(x.unflatten(0, (self._groups, 1, self._width)) for x in (k, v)),
+        )
         return torch.cat(of_group, dim=1).flatten(end_dim=2)
 
     def to_gpt2(self, qkv: Tensor) -> tuple[Tensor]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 model = AutoModelForCausalLM.from_pretrained("PATH")
 ```""",
-    "safetensors": """The tensors of `model.safetensors` have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
+    "safetensors": """The tensors have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
     "torch": """```python
 import json
 import torch
@@ -30,7 +30,17 @@ model.load_state_dict(torch.load("PATH/model.pt", weights_only=True))
 ```""",
 }
 # Of the run's configuration, what tells how the model was trained; the whole is in the run's folder.
-_TOLD = ("data.corpus", "data.val_fraction", "data.attend_across_documents", "batch.global_batch_size", "optimizer.", "schedule.", "loss.label_smoothing", "training.", "seed")
+_TOLD = (
+    "data.corpus",
+    "data.val_fraction",
+    "data.attend_across_documents",
+    "batch.global_batch_size",
+    "optimizer.",
+    "schedule.",
+    "loss.label_smoothing",
+    "training.",
+    "seed",
+)
 
 
 def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | None) -> str:
@@ -55,7 +65,9 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
         "optimizer steps": f"{state['step']:,}",
         "tokens trained on": f"{state['tokens']:,}",
         "validation loss": None if loss is None else f"{loss:.4f} nats a token (perplexity {math.exp(loss):.2f})",
-        "trained on": f"{facts['world_size']} x {facts['device']}, {facts['precision']}, ZeRO stage {zero_stage}" if trained else None,
+        "trained on": f"{facts['world_size']} x {facts['device']}, {facts['precision']}, ZeRO stage {zero_stage}"
+        if trained
+        else None,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     title = saved.run.name
@@ -66,7 +78,8 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
     parts = [
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- ds_gpt\n---",
         f"# {title}",
-        f"A GPT, {'trained with ds_gpt on DeepSpeed' if trained else 'as ds_gpt imported it'}. It continues text; it was not trained to follow instructions or to be safe.",
+        f"A GPT, {'trained with ds_gpt on DeepSpeed' if trained else 'as ds_gpt imported it'}. "
+        "It continues text; it was not trained to follow instructions or to be safe.",
         _table({key: value for key, value in rows.items() if value is not None}),
         f"## Use\n\n{_USE[format]}",
         f"## Model\n\n{_table(shape)}",
@@ -83,4 +96,6 @@ def _origin(saved: SavedModel) -> str | None:
 
 def _table(rows: dict[str, Any]) -> str:
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in rows.items()}
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {text.replace('|', '&#124;')} |" for key, text in texts.items())])
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {key} | {text.replace('|', '&#124;')} |" for key, text in texts.items())]
+    )

@@ -37,11 +37,19 @@ def new_folder(path: Path, option: str) -> Iterator[Path]:
         sync(path.parent)
     except OSError as error:
         raise ConfigError(
-            Problem(f"'{path}' cannot be written: {error.strerror or error}", "nothing was left behind", f"make room, or choose another folder with {option}")
+            Problem(
+                f"'{path}' cannot be written: {error.strerror or error}",
+                "nothing was left behind",
+                f"make room, or choose another folder with {option}",
+            )
         ) from error
     finally:
         remove(temporary)
 
 
 def _taken(path: Path, option: str) -> ConfigError:
-    return ConfigError(Problem(f"'{path}' exists", "what is there is never overwritten", f"choose another with {option}, or move it away"))
+    return ConfigError(
+        Problem(
+            f"'{path}' exists", "what is there is never overwritten", f"choose another with {option}, or move it away"
+        )
+    )

@@ -30,7 +30,7 @@ _ALIGNMENT = 8  # bytes: where the tensors begin
 
 
 def write_tensors(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[Tensor]) -> None:
-    """Write one file and see it onto the disk; `tensors` come in the order of `shapes` and are let go of one by one."""
+    """Write one file and see it onto the disk; `tensors` come in the order of `shapes`, one by one."""
     places, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -40,15 +40,21 @@ def write_tensors(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, t
     with path.open("xb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-            assert tuple(tensor.shape) == shape and tensor.dtype == dtype, f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
+            assert tuple(tensor.shape) == shape and tensor.dtype == dtype, (
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
+            )
             file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
     sync(path)
 
 
 def write_sharded(
-    folder: Path, shapes: Sequence[tuple[str, Shape]], dtype: torch.dtype, tensors: Iterator[Tensor], max_shard_bytes: int
+    folder: Path,
+    shapes: Sequence[tuple[str, Shape]],
+    dtype: torch.dtype,
+    tensors: Iterator[Tensor],
+    max_shard_bytes: int,
 ) -> None:
-    """Write ``model.safetensors``; or, beyond `max_shard_bytes`, several files and the index that transformers reads."""
+    """Write ``model.safetensors``; beyond `max_shard_bytes`, several files and the index of them."""
     shards: list[dict[str, Shape]] = [{}]
     filled, total = 0, 0
     for name, shape in shapes:
@@ -66,7 +72,9 @@ def write_sharded(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(folder / name, shard, dtype, (next(tensors) for _ in shard))
         weight_map |= dict.fromkeys(shard, name)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    )
     sync(folder / INDEX)
 
 
@@ -87,13 +95,19 @@ class TensorFolder:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._files.close()
             raise ConfigError(
-                Problem(f"the weights in '{folder}' cannot be read: {error}", "a file is damaged or missing", "copy the folder anew from where it was published")
+                Problem(
+                    f"the weights in '{folder}' cannot be read: {error}",
+                    "a file is damaged or missing",
+                    "copy the folder anew from where it was published",
+                )
             ) from error
 
     def __enter__(self) -> TensorFolder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.close()
 
     @property
@@ -128,10 +142,16 @@ def _files_of(folder: Path) -> list[Path]:
             Problem(
                 f"'{folder}' has its weights in {', '.join(pickles[:4])}, which are pickles",
                 "reading a pickle runs whatever code is in it, so that of a stranger is never read",
-                "take the model's .safetensors files; or, if you trust it, load it in transformers and save_pretrained it anew",
+                "take its .safetensors files; or, if you trust it, load it in transformers and save_pretrained it",
             )
         )
-    raise ConfigError(Problem(f"'{folder}' has no {WEIGHTS} and no {INDEX}", "there are no weights to read", "give the folder of a model as transformers saves it"))
+    raise ConfigError(
+        Problem(
+            f"'{folder}' has no {WEIGHTS} and no {INDEX}",
+            "there are no weights to read",
+            "give the folder of a model as transformers saves it",
+        )
+    )
 
 
 def parse_bytes(text: str) -> int:

@@ -13,8 +13,8 @@ BINS = 15  # the paper's
 def confidence_bins(logits: Tensor, targets: Tensor, bins: int = BINS, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Predictions sorted into `bins` equal intervals of confidence, ((m - 1) / M, m / M]: [3, M] float64.
 
-    Of each bin: how many tokens, the sum of their confidences, and how many were right. The prediction is the likeliest
-    token, the confidence its probability. `logits` are (..., V), `targets` (...). Sums of several batches add up.
+    Of each bin: how many tokens, the sum of their confidences, and how many were right. The prediction is the
+    likeliest token, the confidence its probability. `logits` are (..., V), `targets` (...). Sums of several batches add up.
     """
     confidences, predictions = torch.softmax(logits.flatten(end_dim=-2), dim=-1, dtype=torch.float32).max(dim=-1)
     targets = targets.flatten()
@@ -26,6 +26,6 @@ def confidence_bins(logits: Tensor, targets: Tensor, bins: int = BINS, ignore_in
 
 
 def expected_calibration_error(sums: Tensor) -> float:
-    """Equation 3: the mean over tokens of |accuracy - confidence|, each taken over a bin. `sums` are of `confidence_bins`."""
+    """Equation 3: the mean over tokens of their bin's |accuracy - confidence|; `sums` as of `confidence_bins`."""
     count, confidence, right = sums
     return float((right - confidence).abs().sum() / count.sum())

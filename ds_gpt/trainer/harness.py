@@ -15,7 +15,9 @@ from ds_gpt.data.tokenizer_json import separator_name
 from ds_gpt.exchange.exporting import export
 
 
-def run_tasks(saved: SavedModel, tasks: Sequence[str], device: torch.device, limit: int | None, tasks_dir: Path | None) -> dict[str, dict[str, Any]]:
+def run_tasks(
+    saved: SavedModel, tasks: Sequence[str], device: torch.device, limit: int | None, tasks_dir: Path | None
+) -> dict[str, dict[str, Any]]:
     """The harness's measures by task, as it prints them.
 
     Args:
@@ -26,8 +28,8 @@ def run_tasks(saved: SavedModel, tasks: Sequence[str], device: torch.device, lim
         tasks_dir: a folder with tasks of one's own.
 
     Raises:
-        ConfigError: the harness is not installed, or does not know a task; no class of transformers expresses the model;
-            its tokenizer has no separator.
+        ConfigError: the harness is not installed, or does not know a task; the model has no class in transformers,
+            or its tokenizer no separator.
     """
     try:
         from lm_eval import simple_evaluate
@@ -35,7 +37,11 @@ def run_tasks(saved: SavedModel, tasks: Sequence[str], device: torch.device, lim
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
-            Problem(f"--tasks needs the lm-evaluation-harness: {error}", "it is an optional extra", "pip install 'ds_gpt[eval]'")
+            Problem(
+                f"--tasks needs the lm-evaluation-harness: {error}",
+                "it is an optional extra",
+                "pip install 'ds_gpt[eval]'",
+            )
         ) from None
     if saved.tokenizer.separator is None:
         raise ConfigError(
@@ -47,13 +53,29 @@ def run_tasks(saved: SavedModel, tasks: Sequence[str], device: torch.device, lim
         )
     manager = TaskManager(include_path=str(tasks_dir) if tasks_dir else None)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-        raise ConfigError(Problem(f"--tasks: the harness does not know {', '.join(map(repr, unknown))}", fix="lm-eval ls tasks lists what it knows"))
+        raise ConfigError(
+            Problem(
+                f"--tasks: the harness does not know {', '.join(map(repr, unknown))}",
+                fix="lm-eval ls tasks lists what it knows",
+            )
+        )
     with tempfile.TemporaryDirectory(prefix="ds_gpt-eval-") as folder:
         path = Path(folder) / saved.run.name
         export(saved, path, "hf")
         # Characters have no special token: the line feed takes its place, here and nowhere else.
-        separator = {} if separator_name(saved.tokenizer) else {"eos_token": saved.tokenizer.decode([saved.tokenizer.separator])}
+        separator = (
+            {}
+            if separator_name(saved.tokenizer)
+            else {"eos_token": saved.tokenizer.decode([saved.tokenizer.separator])}
+        )
         tokenizer = AutoTokenizer.from_pretrained(path, **separator)
-        arguments = {"pretrained": str(path), "tokenizer": tokenizer, "dtype": "float32", "max_length": saved.run.model.context}
-        results = simple_evaluate("hf", model_args=arguments, tasks=list(tasks), device=str(device), limit=limit, task_manager=manager)
+        arguments = {
+            "pretrained": str(path),
+            "tokenizer": tokenizer,
+            "dtype": "float32",
+            "max_length": saved.run.model.context,
+        }
+        results = simple_evaluate(
+            "hf", model_args=arguments, tasks=list(tasks), device=str(device), limit=limit, task_manager=manager
+        )
     return results["results"]

@@ -80,7 +80,13 @@ def measure(saved: SavedModel, dataset: Dataset, device: torch.device, sequences
     bins = torch.zeros(3, BINS, dtype=torch.float64, device=device)
     loss_sum, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0
     for start in range(0, len(windows), batch):
-        found = window_batch(dataset.val, windows[start : start + batch], run.model.context, IGNORE_INDEX, not run.data.attend_across_documents)
+        found = window_batch(
+            dataset.val,
+            windows[start : start + batch],
+            run.model.context,
+            IGNORE_INDEX,
+            not run.data.attend_across_documents,
+        )
         inputs_BT, targets_BT, *documents_BT = (tensor_BT.to(device) for tensor_BT in found)
         logits_BTV = model(inputs_BT, documents_BT=documents_BT[0] if documents_BT else None)
         loss_sum += cross_entropy_sum(logits_BTV, targets_BT)[0]

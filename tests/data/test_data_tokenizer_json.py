@@ -22,7 +22,9 @@ TEXTS = ["", " ", "\n\n", ENGLISH[3][:3000], "naïve — 漢字 \n\n x  y", "e\u
 
 
 def gpt2() -> Gpt2Tokenizer:
-    educational = tiktoken._educational.SimpleBytePairEncoding.train(ENGLISH[0][:3000], vocab_size=300, pat_str=r50k_pat_str)
+    educational = tiktoken._educational.SimpleBytePairEncoding.train(
+        ENGLISH[0][:3000], vocab_size=300, pat_str=r50k_pat_str
+    )
     ranks = educational.mergeable_ranks
     return Gpt2Tokenizer(tuple(sorted(ranks, key=ranks.__getitem__)))
 
@@ -57,7 +59,10 @@ def test_transformers_gives_the_same_ids_and_text(tokenizer, tmp_path):
     if not isinstance(tokenizer, CharTokenizer):
         generator = random.Random(3)
         for _ in range(50):
-            text = "".join(chr(generator.choice((0x20, 0x0A, generator.randrange(0xD800), generator.randrange(0xE000, 0x110000)))) for _ in range(40))
+            text = "".join(
+                chr(generator.choice((0x20, 0x0A, generator.randrange(0xD800), generator.randrange(0xE000, 0x110000))))
+                for _ in range(40)
+            )
             assert theirs.encode(text) == tokenizer.encode(text).tolist()
         assert theirs.eos_token == END_OF_TEXT and theirs.eos_token_id == tokenizer.separator
 

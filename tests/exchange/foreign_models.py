@@ -29,13 +29,22 @@ _HEADS = {"head_dim": WIDTH // HEADS}
 # class, what its configuration states
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _GPT2),
-    "gpt2, untied, narrow": ("GPT2", {**_GPT2, "tie_word_embeddings": False, "n_inner": 40, "layer_norm_epsilon": 1e-3}),
+    "gpt2, untied, narrow": (
+        "GPT2",
+        {**_GPT2, "tie_word_embeddings": False, "n_inner": 40, "layer_norm_epsilon": 1e-3},
+    ),
     "llama": ("Llama", _LLAMA),
-    "llama, tied, every bias": ("Llama", {**_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
+    "llama, tied, every bias": (
+        "Llama",
+        {**_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3},
+    ),
     "llama, heads of their own": ("Llama", {**_LLAMA, "num_key_value_heads": HEADS}),
     "mistral": ("Mistral", {**_LLAMA, "sliding_window": 5}),
     "qwen3": ("Qwen3", {**_LLAMA, **_HEADS}),
-    "qwen3, window": ("Qwen3", {**_LLAMA, **_HEADS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3, window": (
+        "Qwen3",
+        {**_LLAMA, **_HEADS, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    ),
 }
 
 
@@ -43,8 +52,12 @@ def make(case: str) -> Any:
     """The model, every parameter away from its trivial initial value, so that a missing one shows."""
     family, options = MODELS[case]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **options)
-    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **options
+    )
+    model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(
+        config
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

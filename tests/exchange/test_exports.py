@@ -32,7 +32,14 @@ from running import train_run  # noqa: E402
 transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
-LLAMA = ["model.positions=rotary", "model.norm=rmsnorm", "model.ffn=swiglu", "model.bias=false", "model.kv_heads=2", "model.tied_head=false"]
+LLAMA = [
+    "model.positions=rotary",
+    "model.norm=rmsnorm",
+    "model.ffn=swiglu",
+    "model.bias=false",
+    "model.kv_heads=2",
+    "model.tied_head=false",
+]
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocab_size": VOCABULARY}
 
 
@@ -58,7 +65,9 @@ def copy_with(saved: SavedModel, folder: Path, weights: GPT, **options: object) 
     state = json.loads(json.dumps(saved.state))
     state["facts"]["model"] |= options
     kinds = ("weight", "exp_avg", "exp_avg_sq")
-    tensors = {f"{kind}:0:{name}": p.detach().flatten().clone() for name, p in weights.named_parameters() for kind in kinds}
+    tensors = {
+        f"{kind}:0:{name}": p.detach().flatten().clone() for name, p in weights.named_parameters() for kind in kinds
+    }
     partial = prepare_partial(folder / "checkpoints", 999)
     commit(partial, 999, state, [write_shard(partial, 0, tensors)])
     return find_saved_model(folder)
@@ -79,18 +88,35 @@ def test_transformers_continues_a_prompt_as_we_do(name: str, request: pytest.Fix
     assert tokenizer(prompt, return_tensors="pt").input_ids.tolist() == ids.tolist()
     mine = generate(ours, ids, 12, context=16, temperature=0)
     text = tokenizer.decode(theirs.generate(ids, max_new_tokens=12, do_sample=False)[0])
-    assert text == saved.tokenizer.decode(mine[0].tolist()) and len(set(text.split())) > 8  # trained: it counts in fives
+    assert (
+        text == saved.tokenizer.decode(mine[0].tolist()) and len(set(text.split())) > 8
+    )  # trained: it counts in fives
 
 
 def test_the_card_tells_how_it_was_trained(run: Path, tmp_path: Path) -> None:
     saved = find_saved_model(run)
     export(saved, tmp_path / "out", "hf")
     card = (tmp_path / "out" / "README.md").read_text()
-    for told in ("library_name: transformers", "LlamaForCausalLM", "2 x ", "fp32, ZeRO stage 3", f"{saved.state['val_loss']:.4f} nats", "| optimizer steps | 30 |"):
+    for told in (
+        "library_name: transformers",
+        "LlamaForCausalLM",
+        "2 x ",
+        "fp32, ZeRO stage 3",
+        f"{saved.state['val_loss']:.4f} nats",
+        "| optimizer steps | 30 |",
+    ):
         assert told in card
-    assert f"| parameters | {sum(p.numel() for p in saved.load().parameters()):,} |" in card and str(tmp_path) not in card
+    assert (
+        f"| parameters | {sum(p.numel() for p in saved.load().parameters()):,} |" in card and str(tmp_path) not in card
+    )
     export(saved, tmp_path / "pt", "torch")
-    code = (tmp_path / "pt" / "README.md").read_text().split("```python\n")[1].split("```")[0].replace("PATH", str(tmp_path / "pt"))
+    code = (
+        (tmp_path / "pt" / "README.md")
+        .read_text()
+        .split("```python\n")[1]
+        .split("```")[0]
+        .replace("PATH", str(tmp_path / "pt"))
+    )
     scope: dict[str, object] = {}
     exec(code, scope)  # what it says about use is true
     assert torch.equal(scope["model"].head.weight, saved.load().head.weight)  # type: ignore[attr-defined]
@@ -101,8 +127,19 @@ def test_a_model_that_no_class_computes_is_refused(run: Path, tmp_path: Path) ->
         "LlamaForCausalLM, has no model.norm = 'layernorm'": {"positions": "rotary", "ffn": "swiglu"},
         "GPT2LMHeadModel, has no model.kv_heads = 2": {"kv_heads": 2},
         "GPT2LMHeadModel, has no model.sliding_window = 5": {"sliding_window": 5},
-        "LlamaForCausalLM, has no model.sliding_window = 7": {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "sliding_window": 7},
-        "Qwen3ForCausalLM, has no model.bias = True": {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "qk_norm": True, "sliding_window": 7},
+        "LlamaForCausalLM, has no model.sliding_window = 7": {
+            "positions": "rotary",
+            "norm": "rmsnorm",
+            "ffn": "swiglu",
+            "sliding_window": 7,
+        },
+        "Qwen3ForCausalLM, has no model.bias = True": {
+            "positions": "rotary",
+            "norm": "rmsnorm",
+            "ffn": "swiglu",
+            "qk_norm": True,
+            "sliding_window": 7,
+        },
     }
     for message, options in refusals.items():
         with pytest.raises(ConfigError, match=message) as refusal:
@@ -207,5 +244,8 @@ def test_a_character_tokenizer_travels(run: Path, tmp_path: Path) -> None:
     other = SavedModel(saved.checkpoint, saved.run, CharTokenizer("".join(sorted(characters))), saved.state)
     export(other, tmp_path / "out", "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.decode(tokenizer.encode("ab\n 漢")) == "ab\n 漢" and tokenizer.encode("ab\n 漢") == other.tokenizer.encode("ab\n 漢").tolist()
+    assert (
+        tokenizer.decode(tokenizer.encode("ab\n 漢")) == "ab\n 漢"
+        and tokenizer.encode("ab\n 漢") == other.tokenizer.encode("ab\n 漢").tolist()
+    )
     assert tokenizer.model_max_length == 16 and tokenizer.eos_token is None

@@ -126,8 +126,16 @@ def test_older_configs_mean_what_they_meant(llama: Path, tmp_path: Path) -> None
         ("gpt2", {"n_head": 5}, "does not divide"),
         ("gpt2", {"n_layer": "3"}, "layers: Input should be a valid integer"),
         ("gpt2", {"vocab_size": 20}, "the tokenizer .* has 25 ids, the model 20"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}}, "rope_type = 'llama3'"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_type = 'linear'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
+            "rope_type = 'llama3'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "rope_type = 'linear'",
+        ),
         ("llama", {"head_dim": 16}, "head_dim = 16"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("llama", {"attention_bias": True}, "mlp_bias = False"),
@@ -135,7 +143,9 @@ def test_older_configs_mean_what_they_meant(llama: Path, tmp_path: Path) -> None
         ("llama", {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}, "layer_types"),
     ],
 )
-def test_what_ours_does_not_compute_is_refused(family: str, values: dict[str, Any], message: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_what_ours_does_not_compute_is_refused(
+    family: str, values: dict[str, Any], message: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     folder = request.getfixturevalue(family)
     edit(folder, **values)
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +166,12 @@ def test_all_that_is_wrong_with_the_weights_is_told(llama: Path, tmp_path: Path)
 
     rewrite(llama, spoil)
     message = refused(llama, tmp_path / "run")
-    for told in ("1 tensors are missing: model.norm.weight", "router.weight", "lm_head.weight (4, 4) instead of (28, 32)", "up_proj.weight I8"):
+    for told in (
+        "1 tensors are missing: model.norm.weight",
+        "router.weight",
+        "lm_head.weight (4, 4) instead of (28, 32)",
+        "up_proj.weight I8",
+    ):
         assert told in message
 
 
@@ -167,7 +182,9 @@ def test_damaged_and_missing_files_are_told(llama: Path, tmp_path: Path) -> None
     assert "cannot be read" in refused(llama, tmp_path / "run")
     path.unlink()
     assert "has no model.safetensors" in refused(llama, tmp_path / "run")
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
+    (llama / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}})
+    )
     assert "a file of another folder" in refused(llama, tmp_path / "run")
     (llama / "tokenizer.json").unlink()
     assert "--tokenizer" in refused(llama, tmp_path / "run")
@@ -201,13 +218,27 @@ def trained_on(folder: Path) -> dict[str, Any]:
     Path("letters.txt").write_text("the ape's bread, a moth\nand its lamp. " * 60)
     told: dict[str, Any] = {"launches": []}
     told["quality"] = measure(before, validation_data(before, "letters.txt"), torch.device("cpu"), 8)
-    for path, settings in ((run, ["training.steps=2"]), (run / "checkpoints" / "step_0000000", ["training.steps=4", "optimizer.lr=1e-3"])):
-        overrides = [text, "data.cache_dir=cache", "optimizer.lr=1e-12", "schedule.min_lr=0.0", "evaluation.every=2", "evaluation.sequences=8", "sample.tokens=2"]
+    for path, settings in (
+        (run, ["training.steps=2"]),
+        (run / "checkpoints" / "step_0000000", ["training.steps=4", "optimizer.lr=1e-3"]),
+    ):
+        overrides = [
+            text,
+            "data.cache_dir=cache",
+            "optimizer.lr=1e-12",
+            "schedule.min_lr=0.0",
+            "evaluation.every=2",
+            "evaluation.sequences=8",
+            "sample.tokens=2",
+        ]
         arguments = ["--resume", str(path)] + (["--run-dir", "branch"] if path != run else [])
         for setting in [*overrides, *settings, "model.dropout=0.0", "schedule.warmup_steps=0", "logging.every=1"]:
             arguments += ["--set", setting]
         told["launches"].append(launches.launch_as_given(arguments))
-    told["metrics"] = {name: [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()] for name in ("imported", "branch")}
+    told["metrics"] = {
+        name: [json.loads(line) for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
+        for name in ("imported", "branch")
+    }
     told["saved"] = find_saved_model("imported").state["step"]
     told["after"] = [found.load().head.weight.tolist() for found in (find_saved_model("imported"), before)]
     return told
@@ -223,6 +254,8 @@ def test_an_imported_model_is_trained_on(llama: Path, tmp_path: Path) -> None:
         assert launched.error == "" and "step_0000000 has no exp_avg: it starts at zero" in launched.out
     first, branch = told["metrics"]["imported"], told["metrics"]["branch"]
     assert [line["step"] for line in first] == [1, 2] and told["saved"] == 2
-    assert first[-1]["val_loss"] == pytest.approx(told["quality"].loss, rel=1e-6)  # the weights arrived; and eval measures what training does
+    assert first[-1]["val_loss"] == pytest.approx(
+        told["quality"].loss, rel=1e-6
+    )  # the weights arrived; and eval measures what training does
     torch.testing.assert_close(*map(torch.tensor, told["after"]), rtol=0, atol=1e-9)
     assert branch[-1]["val_loss"] < first[-1]["val_loss"] - 0.02

@@ -20,7 +20,9 @@ from ds_gpt.model.gpt import GPT
 transformers = pytest.importorskip("transformers")
 
 
-def loss_and_gradients(logits: torch.Tensor, targets: torch.Tensor, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    logits: torch.Tensor, targets: torch.Tensor, model: torch.nn.Module
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     names, parameters = zip(*model.named_parameters(), strict=True)
     return loss, dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -32,12 +34,17 @@ def assert_same_function(ours: GPT, theirs: Any) -> None:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     logits, reference = ours.requires_grad_()(inputs), theirs(inputs).logits
     torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
-    (loss, gradients), (their_loss, their_gradients) = loss_and_gradients(logits, targets, ours), loss_and_gradients(reference, targets, theirs)
+    (loss, gradients), (their_loss, their_gradients) = (
+        loss_and_gradients(logits, targets, ours),
+        loss_and_gradients(reference, targets, theirs),
+    )
     torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=1e-6)
     compared = set()
     for rule in family_of(ours.config).layout(ours.config).rules:
         for name, gradient in zip(rule.theirs, rule.outward(gradients[rule.ours]), strict=True):
-            torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradient, their_gradients[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
             compared.add(name)
     assert compared == their_gradients.keys()
 
@@ -72,7 +79,11 @@ def test_files_in_shards_are_read_and_written(tmp_path: Path) -> None:
     run = imported(folder, tmp_path / "run")
     out = exported(run, tmp_path / "exported", max_shard_bytes=20_000)
     files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors" and (out / "model.safetensors.index.json").is_file()
+    assert (
+        len(files) > 3
+        and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+        and (out / "model.safetensors.index.json").is_file()
+    )
     assert all(path.stat().st_size < 25_000 for path in out.glob("*.safetensors"))
     again = transformers.AutoModelForCausalLM.from_pretrained(out)
     weights = theirs.state_dict()
@@ -101,7 +112,10 @@ def test_own_formats_come_back(case: str, tmp_path: Path) -> None:
     weights = find_saved_model(run).load().state_dict()
     again = imported(exported(run, tmp_path / "own", format="safetensors"), tmp_path / "again")
     assert (again / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
-    for found in (find_saved_model(again).load().state_dict(), torch.load(exported(run, tmp_path / "pt", format="torch") / "model.pt", weights_only=True)):
+    for found in (
+        find_saved_model(again).load().state_dict(),
+        torch.load(exported(run, tmp_path / "pt", format="torch") / "model.pt", weights_only=True),
+    ):
         assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     tied = case == "gpt2"
     assert ("head.weight" in tensors_of(tmp_path / "own")) != tied  # the file holds it once

@@ -41,7 +41,9 @@ def test_who_draws_from_its_own_distribution_is_calibrated() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(100_000, 5, generator=generator) * 2
     targets = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-    honest, boastful = (expected_calibration_error(confidence_bins(logits * sharpness, targets)) for sharpness in (1, 3))
+    honest, boastful = (
+        expected_calibration_error(confidence_bins(logits * sharpness, targets)) for sharpness in (1, 3)
+    )
     assert honest < 0.01 < 0.1 < boastful
 
 

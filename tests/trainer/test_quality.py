@@ -52,7 +52,9 @@ def saved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SavedModel:
 def test_the_loss_is_that_of_training(saved: SavedModel) -> None:
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     quality = measure(saved, validation_data(saved, None), torch.device("cpu"), saved.run.evaluation.sequences)
-    assert quality.loss == pytest.approx(last["val_loss"], rel=1e-6) and quality.perplexity == pytest.approx(math.exp(last["val_loss"]), rel=1e-5)
+    assert quality.loss == pytest.approx(last["val_loss"], rel=1e-6) and quality.perplexity == pytest.approx(
+        math.exp(last["val_loss"]), rel=1e-5
+    )
 
 
 def test_every_number_by_its_definition(saved: SavedModel) -> None:
@@ -72,7 +74,9 @@ def test_every_number_by_its_definition(saved: SavedModel) -> None:
     assert quality.tokens == len(losses) and size > len(losses)
     assert quality.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert quality.bits_per_byte == pytest.approx(sum(losses) / math.log(2) / size, rel=1e-6)
-    assert quality.accuracy == pytest.approx(sum(hits) / len(hits)) and quality.confidence == pytest.approx(sum(confidences) / len(confidences), rel=1e-5)
+    assert quality.accuracy == pytest.approx(sum(hits) / len(hits)) and quality.confidence == pytest.approx(
+        sum(confidences) / len(confidences), rel=1e-5
+    )
     assert 0 < quality.calibration_error < 1
 
 
@@ -97,7 +101,12 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
         return capsys.readouterr().out
 
     numbers = json.loads(printed("eval", "run", "--json", "--sequences", "4"))
-    assert numbers["tokens"] == 64 and numbers["validation_loss"] > 0 and 0 <= numbers["calibration_error"] <= 1 and numbers["tasks"] == {}
+    assert (
+        numbers["tokens"] == 64
+        and numbers["validation_loss"] > 0
+        and 0 <= numbers["calibration_error"] <= 1
+        and numbers["tasks"] == {}
+    )
     assert "bits per byte" in printed("eval", "run")
     where = printed("export", "run", "--dtype", "bf16").strip().rpartition(": ")[2]
     assert where.endswith("run/exports/step_0000020-hf-bf16") and (Path(where) / "model.safetensors").is_file()
@@ -107,11 +116,17 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["export", "run", "--max-shard-size", "5"], "--max-shard-size '5'"), (["eval", "run", "--limit", "0"], "--limit 0"), (["import", "run"], "no config.json")],
+    [
+        (["export", "run", "--max-shard-size", "5"], "--max-shard-size '5'"),
+        (["eval", "run", "--limit", "0"], "--limit 0"),
+        (["import", "run"], "no config.json"),
+    ],
 )
 def test_bad_input_ends_with_status_2(words: list[str], message: str, saved: SavedModel) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-m", "ds_gpt", *words], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-m", "ds_gpt", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 2 and message in result.stderr
 
 
@@ -124,7 +139,10 @@ def test_without_the_harness_it_says_what_to_install(saved: SavedModel, monkeypa
 def test_the_harness_measures_a_task(saved: SavedModel, tmp_path: Path) -> None:
     """A task of our own: which of two endings is likelier. The text that the model was trained on, against letters in disorder."""
     pytest.importorskip("lm_eval")
-    documents = [{"text": "The quick brown", "good": " fox jumps", "bad": " xof spmuj"}, {"text": "over the", "good": " lazy d", "bad": " yzal d"}]
+    documents = [
+        {"text": "The quick brown", "good": " fox jumps", "bad": " xof spmuj"},
+        {"text": "over the", "good": " lazy d", "bad": " yzal d"},
+    ]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     (tmp_path / "endings.yaml").write_text(
         f"task: endings\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\ntest_split: test\noutput_type: multiple_choice\n"
