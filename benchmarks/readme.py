@@ -13,7 +13,7 @@ from benchmarks.results import peak_bytes, read
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
-PACKAGES = ("config", "model", "data", "learning", "generation", "planner", "engine", "checkpoint", "trainer", "commands")
+PACKAGES = ("config", "model", "data", "learning", "generation", "planner", "engine", "checkpoint", "exchange", "trainer", "commands")
 
 
 def table(records_folder: Path = RECORDS) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from keyword import iskeyword
 
 from ds_gpt import __version__
 
@@ -14,6 +15,9 @@ VERBS = {
     "show-config": "print the composed configuration and who owns each number",
     "bench": "measure speed and memory by suites of cases, and compare records",
     "generate": "continue text with a trained model: one prompt, a file of them, or interactively",
+    "eval": "measure a run's model: validation loss, perplexity, bits per byte, calibration, benchmarks of lm-eval",
+    "export": "write a run's model for transformers, as safetensors, or for PyTorch",
+    "import": "make a run of a GPT-2 or Llama-family model that was trained elsewhere",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
 
@@ -38,7 +42,9 @@ def main() -> None:
         print(f"ds-gpt: unknown verb '{arguments[0]}'\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     else:
-        verb = import_module(f"ds_gpt.commands.{arguments[0].replace('-', '_')}")
+        module = arguments[0].replace("-", "_")
+        # `import` cannot be a module's name in an import statement.
+        verb = import_module(f"ds_gpt.commands.{module}_" if iskeyword(module) else f"ds_gpt.commands.{module}")
         verb.main(arguments[1:], prog=f"ds-gpt {arguments[0]}")
 
 

@@ -21,6 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"model", "data", "learning"}),
     frozenset({"generation", "planner", "engine"}),
     frozenset({"checkpoint"}),
+    frozenset({"exchange"}),
     frozenset({"trainer"}),
     frozenset({"commands"}),
 )

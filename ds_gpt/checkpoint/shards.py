@@ -48,7 +48,7 @@ def snapshot(pieces: Iterable[Piece], rank: int, world_size: int) -> dict[str, T
         if piece.replicated and index % world_size != rank:
             continue
         for kind, tensor in piece.tensors.items():
-            tensors[_key(piece.parameter, kind, piece.start)] = tensor.detach().to("cpu", copy=True)
+            tensors[piece_key(piece.parameter, kind, piece.start)] = tensor.detach().to("cpu", copy=True)
     return tensors
 
 
@@ -129,7 +129,8 @@ class ShardReader:
         return result
 
 
-def _key(parameter: str, kind: str, start: int) -> str:
+def piece_key(parameter: str, kind: str, start: int) -> str:
+    """Name of a piece in a rank's file."""
     return f"{kind}:{start}:{parameter}"
 
 

@@ -46,10 +46,15 @@ def options(*words: str) -> list[str]:
 
 
 def launch(*words: str, alter: float | None = None) -> Launched:
+    """Train the tiny model in the working folder, by the command itself; `words` as for `options`, `alter` as below."""
+    return launch_as_given(options(*words), alter)
+
+
+def launch_as_given(arguments: list[str], alter: float | None = None) -> Launched:
     """Train in the working folder, by the command itself.
 
     Args:
-        words: as for `options`.
+        arguments: the command line.
         alter: what the weights are multiplied by behind the keeper's back, once a checkpoint is loaded.
     """
     from ds_gpt.commands.train import parser, train
@@ -71,7 +76,7 @@ def launch(*words: str, alter: float | None = None) -> Launched:
         if alter is not None:
             patch.setattr(keeper, "load", load_altered)
         try:
-            train(parser().parse_args(options(*words)))
+            train(parser().parse_args(arguments))
         except NeedsAttention as refusal:
             error = str(refusal)
     return Launched(printed.getvalue(), error)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from jobs import DEEPSPEED, DS_GPT, PLAIN, TRAIN, metrics, ran
 from pydoc_data.topics import topics
 
+from ds_gpt.checkpoint.saved_model import find_saved_model
 from ds_gpt.data import load_tokenizer
 from ds_gpt.data.prepared import open_prepared
+from ds_gpt.exchange.exporting import export
+from ds_gpt.generation.decoding import generate
+from ds_gpt.trainer.quality import measure, validation_data
 
 ENGLISH = [topics[name] for name in sorted(topics)]
 
@@ -36,8 +43,8 @@ def test_again_and_verify(prepared: Path) -> None:
     assert ended.status == 0 and ended.out.endswith(": intact\n")
 
 
-def test_a_run_on_a_mixture_of_shards(prepared: Path, tiny: list[str]) -> None:
-    """Trained by two ranks with documents kept apart, then resumed by one."""
+def test_a_run_on_a_mixture_of_shards(prepared: Path, tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained by two ranks with documents kept apart, then resumed by one; then evaluated and exported."""
     corpus = "data.corpus=[{corpus: docs, weight: 3}, {corpus: text, weight: 1}]"
     mixture = [*tiny, "--set", corpus, "--set", "data.attend_across_documents=false", "--set", "logging.every=1"]
     ended = ran(prepared, *DEEPSPEED, "--num_gpus", 2, TRAIN, *mixture, "--run-dir", "run")
@@ -50,6 +57,29 @@ def test_a_run_on_a_mixture_of_shards(prepared: Path, tiny: list[str]) -> None:
     assert tokenizer.identity == open_prepared(prepared / "text").tokenizer.identity
     text = ENGLISH[3] + "漢字"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    monkeypatch.chdir(prepared)
+    check_evaluation_and_export()
+
+
+def check_evaluation_and_export() -> None:
+    """Its validation loss again, documents kept apart; and transformers continues a prompt with the same text."""
+    saved = find_saved_model("run")
+    quality = measure(saved, validation_data(saved, None), torch.device("cpu"), saved.run.evaluation.sequences)
+    assert quality.loss == pytest.approx(metrics(Path("run"))[-1]["val_loss"], rel=1e-6)
+    assert quality.bits_per_byte is not None and 0.5 < quality.bits_per_byte / quality.loss < 1.2  # a token is some 2 bytes
+    # Of all windows some hold a boundary between documents: there it matters that a token sees its own only.
+    across = saved.run.model_copy(update={"data": saved.run.data.model_copy(update={"attend_across_documents": True})})
+    dataset = validation_data(saved, None)
+    apart, together = (measure(model, dataset, torch.device("cpu"), 10**6) for model in (saved, replace(saved, run=across)))
+    assert apart.tokens == together.tokens and abs(apart.loss - together.loss) > 1e-6
+    export(saved, Path("out"), "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
+    ids = tokenizer("a string", return_tensors="pt").input_ids
+    assert ids[0].tolist() == saved.tokenizer.encode("a string").tolist()
+    text = tokenizer.decode(theirs.generate(ids, max_new_tokens=8, do_sample=False)[0])
+    ours = generate(saved.load(), ids, 8, context=saved.run.model.context, temperature=0)
+    assert text == saved.tokenizer.decode(ours[0].tolist()) and text.startswith("a string")
 
 
 def test_what_was_never_prepared_is_not_verified(tmp_path: Path) -> None:

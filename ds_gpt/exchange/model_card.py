@@ -1,0 +1,101 @@
+"""The README of an exported model: what it is, how it was trained, how to load it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ds_gpt.checkpoint.saved_model import SavedModel
+from ds_gpt.config import flatten
+from ds_gpt.exchange.importing import ORIGIN
+from ds_gpt.model.counts import parameters
+
+_USE = {
+    "hf": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH")
+```""",
+    "safetensors": """The tensors have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
+    "torch": """```python
+import json
+import torch
+from ds_gpt.config import ModelConfig
+from ds_gpt.model.gpt import GPT
+
+model = GPT(ModelConfig(**json.load(open("PATH/config.json"))["model"]))
+model.load_state_dict(torch.load("PATH/model.pt", weights_only=True))
+```""",
+}
+# Of the run's configuration, what tells how the model was trained; the whole is in the run's folder.
+_TOLD = (
+    "data.corpus",
+    "data.val_fraction",
+    "data.attend_across_documents",
+    "batch.global_batch_size",
+    "optimizer.",
+    "schedule.",
+    "loss.label_smoothing",
+    "training.",
+    "seed",
+)
+
+
+def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | None) -> str:
+    """Markdown with the front matter that the Hugging Face hub reads.
+
+    Args:
+        saved: the checkpoint.
+        format: of the export.
+        dtype: of the weights.
+        architecture: the class of transformers that loads it, if any does.
+    """
+    state, model = saved.state, saved.run.model
+    facts = state["facts"]
+    loss, trained = state.get("val_loss"), state["step"] > 0
+    zero_stage, versions = facts["deepspeed"]["zero_optimization"]["stage"], facts["versions"]
+    rows = {
+        "parameters": f"{parameters(model):,}",
+        "class in transformers": architecture,
+        "weights": dtype,
+        "tokenizer": f"{type(saved.tokenizer).__name__}, {saved.tokenizer.vocab_size:,} ids",
+        "began from": _origin(saved),
+        "optimizer steps": f"{state['step']:,}",
+        "tokens trained on": f"{state['tokens']:,}",
+        "validation loss": None if loss is None else f"{loss:.4f} nats a token (perplexity {math.exp(loss):.2f})",
+        "trained on": f"{facts['world_size']} x {facts['device']}, {facts['precision']}, ZeRO stage {zero_stage}"
+        if trained
+        else None,
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    title = saved.run.name
+    shape = {f"model.{key}": value for key, value in model.model_dump(mode="json").items()}
+    run = flatten(saved.run.model_dump(mode="json"))
+    told = {key: value for key, value in run.items() if key.startswith(_TOLD)}
+    library = "transformers" if format == "hf" else "pytorch"
+    parts = [
+        f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- ds_gpt\n---",
+        f"# {title}",
+        f"A GPT, {'trained with ds_gpt on DeepSpeed' if trained else 'as ds_gpt imported it'}. "
+        "It continues text; it was not trained to follow instructions or to be safe.",
+        _table({key: value for key, value in rows.items() if value is not None}),
+        f"## Use\n\n{_USE[format]}",
+        f"## Model\n\n{_table(shape)}",
+        *([f"## Training\n\n{_table(told)}"] if trained else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(saved: SavedModel) -> str | None:
+    """Name of the model that the run was imported from."""
+    path = saved.checkpoint.absolute().parent.parent / ORIGIN
+    return json.loads(path.read_bytes())["name"] if path.is_file() else None
+
+
+def _table(rows: dict[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in rows.items()}
+    return "\n".join(
+        ["| | |", "|---|---|", *(f"| {key} | {text.replace('|', '&#124;')} |" for key, text in texts.items())]
+    )
