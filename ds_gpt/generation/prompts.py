@@ -52,7 +52,7 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold other line ends, as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(f"--batch-file '{path}' cannot be read: {error}", fix="give a text file in UTF-8 with a prompt a line, or a .jsonl")) from None
     found: list[Prompt] = []

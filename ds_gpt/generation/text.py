@@ -40,8 +40,9 @@ class TextStream:
         """Add a token; returns the text that is certain now and was not before. Nothing may follow once `stopped` is true."""
         self._recent.append(token)
         decoded = self._decode(self._recent)
-        # Of an incomplete character the bytes print as one replacement, the last: all before it is settled.
-        end = len(decoded) - decoded.endswith(_REPLACEMENT)
+        # An incomplete character prints as one replacement, or (byte fallback, as Llama 2 has it) as one for each byte of
+        # it and of the characters that its bytes follow: all before them is settled.
+        end = len(decoded.rstrip(_REPLACEMENT))
         added, self._known = decoded[self._known : end], max(end, self._known)
         if end == len(decoded):
             self._recent = self._recent[self._settled :] if added else self._recent

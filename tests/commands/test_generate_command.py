@@ -26,6 +26,7 @@ from ds_gpt.data.byte_pairs import BpeTokenizer
 from ds_gpt.generation.decoding import row_seeds
 from ds_gpt.generation.decoding import generate as decode
 from ds_gpt.generation.options import Sampling
+from ds_gpt.generation.prompts import read_prompts
 from ds_gpt.model.gpt import GPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -104,6 +105,14 @@ def test_a_file_of_prompts_is_answered_in_json_lines(run: Path, tmp_path: Path, 
     (tmp_path / "prompts.txt").write_text("the cat\n\na\n")
     lines = texts(capsys, run, "--batch-file", tmp_path / "prompts.txt", *arguments)[0].splitlines()
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in answers[:4]]
+
+
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path) -> None:
+    """JSON may hold other line ends of Unicode as they are; a byte order mark, which some editors write, is no text."""
+    prompts = ["a\u2028b", "c\u0085d"]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts))
+    tokenizer = CharTokenizer.from_text("".join(prompts))
+    assert [prompt.text for prompt in read_prompts(tmp_path / "a.jsonl", tokenizer)] == prompts
 
 
 def test_stop_strings(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,25 @@ def test_bytes_that_are_no_character_are_replaced_and_hold_nothing_up() -> None:
     assert found[2] == "\ufffdB" and found[5] == "\ufffdC" and found[-1] == "\ufffd"
 
 
+def byte_fallback() -> BpeTokenizer:
+    """As Llama 2's: what is not in the vocabulary is written in bytes, of which a run that is no text is replaced whole."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581a1b"]
+    decoders = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    model = {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return BpeTokenizer.from_dict(
+        {"version": "1.0", "added_tokens": [], "normalizer": spaces, "decoder": {"type": "Sequence", "decoders": [*decoders, strip]}, "model": model}
+    )
+
+
+def test_characters_in_bytes_are_whole_whatever_surrounds_them() -> None:
+    tokenizer = byte_fallback()
+    for text in ("b€ a", "文字🙂🙂 b", "🙂"):
+        found = pieces(tokenizer, tokenizer.encode("a"), tokenizer.encode(text))
+        assert "".join(found) == text and not any("\ufffd" in piece for piece in found)
+
+
 TOKENIZERS = {
     "bytes": Bytes(),
     "char": CharTokenizer("".join(map(chr, range(40, 296)))),
