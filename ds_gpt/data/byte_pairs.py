@@ -145,9 +145,11 @@ class BpeTokenizer(Tokenizer):
 
         definition = json.dumps(fields)
         try:
-            HuggingFace.from_str(definition)
+            vocabulary = HuggingFace.from_str(definition).get_vocab(with_added_tokens=True)
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"not a tokenizer.json of Hugging Face: {error}") from error
+        if not vocabulary:
+            raise ValueError("a tokenizer.json without a single token")
         return cls(definition)
 
     @cached_property
