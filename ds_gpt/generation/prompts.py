@@ -10,7 +10,6 @@ from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.data import Tokenizer
-from ds_gpt.generation.text import end_of_text
 
 _TOLD = 10  # bad lines of a file that an error names one by one
 
@@ -37,8 +36,8 @@ def encode_prompt(text: str, tokenizer: Tokenizer, fields: dict[str, Any] | None
         ConfigError: there is nothing in the prompt, or something that the tokenizer does not know.
     """
     tokens = tokenizer.encode(text).tolist()
-    if not tokens and (end := end_of_text(tokenizer)) is not None:
-        tokens = [end]
+    if not tokens:
+        tokens = [end for end in tokenizer.ends if end == tokenizer.separator]
     if not tokens:
         raise ConfigError(Problem("the prompt is empty", "a model continues text, and there is none", "give at least one character; a line feed will do"))
     return Prompt(text, tokens, fields or {})

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_gpt.data import CharTokenizer, Tokenizer
+from ds_gpt.data import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # what tokenizers print for bytes that are no character, or not yet one
-
-
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The token that separates documents, unless it is text itself: the line feed of a character tokenizer ends nothing."""
-    return None if isinstance(tokenizer, CharTokenizer) else tokenizer.separator
 
 
 class TextStream:

@@ -23,6 +23,7 @@ from ds_gpt.config import ConfigError
 from ds_gpt.config.run import ModelConfig
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.byte_pairs import BpeTokenizer
+from ds_gpt.data.tokenizer_json import end_name
 from ds_gpt.generation.decoding import row_seeds
 from ds_gpt.generation.decoding import generate as decode
 from ds_gpt.generation.options import Sampling
@@ -141,6 +142,32 @@ def test_byte_pairs_end_at_the_separator_and_begin_at_it_without_a_prompt(tmp_pa
         assert answer["completion"] == tokenizer.decode(kept)
         assert (answer["finish"], answer["tokens"]) == (("end", len(kept) + 1) if ended else ("length", 60))
     assert {answer["finish"] for answer in answers} == {"end", "length"}
+
+
+def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 2 begins texts with <s>, our separator then, and ends them with </s>: neither is text."""
+    trained = BpeTokenizer.train(["the cat sat on the mat, the cat. " * 20], 290)
+    fields, begin, end = trained.to_dict(), trained.vocab_size, trained.vocab_size + 1
+    named = {"<s>": begin, "</s>": end}
+    fields["added_tokens"] = [
+        {"id": i, "content": name, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+        for name, i in named.items()
+    ]
+    del fields["model"]["vocab"]["<|endoftext|>"]
+    tokenizer = BpeTokenizer.from_dict(fields)
+    assert (tokenizer.separator, tokenizer.ends, end_name(tokenizer)) == (begin, (begin, end), "</s>")
+    run = save_run(tmp_path / "foreign", random_model(tokenizer.vocab_size), tokenizer)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n' * 40)
+    arguments = ("--batch-file", tmp_path / "prompts.jsonl", "--seed", 3, "--max-new-tokens", 60, "--temperature", 3)
+    answers = [json.loads(line) for line in texts(capsys, run, *arguments)[0].splitlines()]
+    continued = decode(random_model(tokenizer.vocab_size), [[begin]] * 40, 60, Sampling(3.0), seed=3, vocab_size=tokenizer.vocab_size)
+    ended_by = set()
+    for answer, tokens in zip(answers, continued, strict=True):
+        places = [place for place, token in enumerate(tokens) if token in named.values()]
+        assert answer["finish"] == ("end" if places else "length")
+        assert answer["tokens"] == (places[0] + 1 if places else 60) and "s>" not in answer["completion"]
+        ended_by |= {tokens[place] for place in places[:1]}
+    assert ended_by == {begin, end}
 
 
 @pytest.mark.parametrize(

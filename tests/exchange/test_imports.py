@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_gpt.checkpoint.saved_model import find_saved_model
 from ds_gpt.config import ConfigError
-from ds_gpt.exchange.foreign_config import read_config
+from ds_gpt.exchange.foreign_config import _DEFAULTS, read_config
 from ds_gpt.exchange.importing import find_foreign_model
 from ds_gpt.trainer.imported_run import import_run
 
@@ -161,6 +161,16 @@ def test_what_ours_does_not_compute_is_refused(
     edit(folder, **values)
     with pytest.raises(ConfigError, match=message):
         imported(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", _DEFAULTS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
+    theirs = transformers.AutoConfig.for_model(kind)
+    assert {key: getattr(theirs, key) for key in _DEFAULTS[kind] if key != "sliding_window"} == {
+        key: value for key, value in _DEFAULTS[kind].items() if key != "sliding_window"
+    }
+    window = type(theirs)(use_sliding_window=True).sliding_window if "sliding_window" in _DEFAULTS[kind] else None
+    assert window == _DEFAULTS[kind].get("sliding_window")
 
 
 def test_a_config_without_its_numbers_is_refused() -> None:
