@@ -24,6 +24,7 @@ from ds_gpt.exchange.exporting import export
 from ds_gpt.exchange.families import family_of
 from ds_gpt.exchange.tensor_files import parse_bytes
 from ds_gpt.generation.decoding import generate
+from ds_gpt.generation.options import Sampling
 from ds_gpt.model.gpt import GPT
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
@@ -84,12 +85,12 @@ def test_transformers_continues_a_prompt_as_we_do(name: str, request: pytest.Fix
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
     prompt = "0 5 10 15"
-    ids = torch.from_numpy(saved.tokenizer.encode(prompt).astype(int))[None]
-    assert tokenizer(prompt, return_tensors="pt").input_ids.tolist() == ids.tolist()
-    mine = generate(ours, ids, 12, context=16, temperature=0)
-    text = tokenizer.decode(theirs.generate(ids, max_new_tokens=12, do_sample=False)[0])
+    ids = saved.tokenizer.encode(prompt).tolist()
+    assert tokenizer(prompt, return_tensors="pt").input_ids.tolist() == [ids]
+    (continued,) = generate(ours, [ids], 12, Sampling(temperature=0))
+    text = tokenizer.decode(theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0])
     assert (
-        text == saved.tokenizer.decode(mine[0].tolist()) and len(set(text.split())) > 8
+        text == saved.tokenizer.decode([*ids, *continued]) and len(set(text.split())) > 8
     )  # trained: it counts in fives
 
 
