@@ -71,7 +71,8 @@ def complete(
             stream.text,
             counts[index],
             "stop" if stream.stopped else "end" if index in ended else "length",
-            slid=len(prompts[index]) + counts[index] - 1 > model.config.context,  # nothing follows the last token: it is not computed
+            slid=len(prompts[index]) + counts[index] - 1
+            > model.config.context,  # nothing follows the last token: it is not computed
         )
         for index, stream in enumerate(streams)
     ]

@@ -10,7 +10,7 @@ _REPLACEMENT = "\ufffd"  # what tokenizers print for bytes that are no character
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The token that separates documents, unless it is text itself: the line feed of a character tokenizer ends nothing."""
+    """The token between documents, unless it is text itself: the line feed of a character tokenizer ends nothing."""
     return None if isinstance(tokenizer, CharTokenizer) else tokenizer.separator
 
 
@@ -37,7 +37,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is certain now and was not before. Nothing may follow once `stopped` is true."""
+        """Add a token; returns the text that is certain now and was not before. Once `stopped`, nothing may follow."""
         self._recent.append(token)
         decoded = self._decode(self._recent)
         # Of an incomplete character the bytes print as one replacement, the last: all before it is settled.
