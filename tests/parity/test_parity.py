@@ -6,9 +6,9 @@ The reference is a single process in plain PyTorch, written here, with the whole
 from __future__ import annotations
 
 import functools
-import shutil
 import itertools
 import math
+import shutil
 from typing import Any
 
 import pytest
