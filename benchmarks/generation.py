@@ -42,7 +42,11 @@ def measure(options: argparse.Namespace) -> Path:
     """Time both on every model and record tokens a processor second, and their ratio."""
     cases = []
     for name, (recipe, changes) in MODELS.items():
-        shape = {**read_run_yaml(SHIPPED / "runs" / f"{recipe}.yaml").values["model"], "vocab_size": _VOCABULARY, **changes}
+        shape = {
+            **read_run_yaml(SHIPPED / "runs" / f"{recipe}.yaml").values["model"],
+            "vocab_size": _VOCABULARY,
+            **changes,
+        }
         torch.manual_seed(SEED)
         model = GPT(ModelConfig.model_validate(shape)).eval()
         cached, uncached = [], []
@@ -51,11 +55,35 @@ def measure(options: argparse.Namespace) -> Path:
             slow = _timed(lambda: uncached_greedy(model, PROMPT, options.tokens), uncached)
             assert fast == slow, "both loops give the same tokens"
         ratio = statistics.median(uncached) / statistics.median(cached)
-        rates = {"cached_tokens_per_cpu_s": [options.tokens / each for each in cached], "uncached_tokens_per_cpu_s": [options.tokens / each for each in uncached]}
-        cases.append({"model": name, "context": model.config.context, "new_tokens": options.tokens, "ratio_of_medians": ratio, **rates})
-        print(f"{name}: cached {statistics.median(cached):.2f} s, uncached {statistics.median(uncached):.2f} s, {ratio:.1f} x")
-    command = ["python", "-m", "benchmarks", "generation", "--rounds", str(options.rounds), "--tokens", str(options.tokens)]
-    return write(options.records, "generation", command, f"CPU, {torch.get_num_threads()} threads", SEED, {"cases": cases})
+        rates = {
+            "cached_tokens_per_cpu_s": [options.tokens / each for each in cached],
+            "uncached_tokens_per_cpu_s": [options.tokens / each for each in uncached],
+        }
+        cases.append(
+            {
+                "model": name,
+                "context": model.config.context,
+                "new_tokens": options.tokens,
+                "ratio_of_medians": ratio,
+                **rates,
+            }
+        )
+        print(
+            f"{name}: cached {statistics.median(cached):.2f} s, uncached {statistics.median(uncached):.2f} s, {ratio:.1f} x"
+        )
+    command = [
+        "python",
+        "-m",
+        "benchmarks",
+        "generation",
+        "--rounds",
+        str(options.rounds),
+        "--tokens",
+        str(options.tokens),
+    ]
+    return write(
+        options.records, "generation", command, f"CPU, {torch.get_num_threads()} threads", SEED, {"cases": cases}
+    )
 
 
 @torch.no_grad()

@@ -43,8 +43,8 @@ class SavedModel:
     def load(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
         """The model in evaluation mode.
 
-        Of the files only the fp32 weights are read, one parameter at a time: beside the model itself there is never more
-        in host memory than the largest of them, twice.
+        Of the files only the fp32 weights are read, one parameter at a time: beside the model itself there is never
+        more in host memory than the largest of them, twice.
 
         Raises:
             ConfigError: the checkpoint lacks weights of this model.
@@ -76,7 +76,7 @@ class SavedModel:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves out ``torch.nn.init``. On the meta device it has nothing to draw, but imports PyTorch's compiler: for seconds."""
+    """Leaves out ``torch.nn.init``: on the meta device it draws nothing, but imports PyTorch's compiler, for seconds."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__module__", None) == nn.init.__name__:
@@ -128,9 +128,13 @@ def _nothing_at(path: Path, passed_over: list[str]) -> ConfigError:
     elif (path / "run.yaml").is_file():
         what, fix = f"the run '{path}' has no checkpoint yet", "wait for its first one (checkpoints.every), or its end"
     else:
-        what = f"'{path}' is neither the folder of a run nor a checkpoint" if path.exists() else f"'{path}' does not exist"
+        what = (
+            f"'{path}' is neither the folder of a run nor a checkpoint" if path.exists() else f"'{path}' does not exist"
+        )
         runs = [str(found.parent) for found in (path if path.is_dir() else path.parent).glob("*/run.yaml")]
-        fix = "give runs/NAME, or runs/NAME/checkpoints/step_NNNNNNN" + (f"; {did_you_mean(str(path), runs)}" if runs else "")
+        fix = "give runs/NAME, or runs/NAME/checkpoints/step_NNNNNNN" + (
+            f"; {did_you_mean(str(path), runs)}" if runs else ""
+        )
     return ConfigError(Problem(what, "there is no model in it", fix))
 
 

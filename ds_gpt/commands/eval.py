@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     quality = measure(
         saved, validation_data(saved, options.corpus), device, options.sequences or saved.run.evaluation.sequences
     )
-    numbers: dict[str, Any] = {
+    numbers: dict[str, float | None] = {
         "validation loss": quality.loss,
         "perplexity": quality.perplexity,
         "bits per byte": quality.bits_per_byte,
@@ -68,34 +68,21 @@ def run(options: argparse.Namespace) -> None:
         "confidence": quality.confidence,
         "calibration error": quality.calibration_error,
     }
-    tasks = (
-        run_tasks(
-            saved,
-            options.tasks.split(","),
-            device,
-            options.limit,
-            Path(options.tasks_dir) if options.tasks_dir else None,
-        )
-        if options.tasks
-        else {}
-    )
+    tasks: dict[str, dict[str, Any]] = {}
+    if options.tasks:
+        folder = Path(options.tasks_dir) if options.tasks_dir else None
+        tasks = run_tasks(saved, options.tasks.split(","), device, options.limit, folder)
+    corpus = options.corpus or saved.run.data.title
     if options.json:
-        content = {
-            "checkpoint": str(saved.checkpoint),
-            "corpus": options.corpus or saved.run.data.title,
-            "tokens": quality.tokens,
-        }
-        print(
-            json.dumps(
-                {**content, **{key.replace(" ", "_"): value for key, value in numbers.items()}, "tasks": tasks},
-                indent=2,
-                default=str,
-            )
-        )
-        return
-    print(f"{saved.checkpoint} on {options.corpus or saved.run.data.title}, {quality.tokens:,} tokens\n")
-    width = max(map(len, numbers))
-    print("\n".join(f"{name:<{width}}  {value:.4f}" for name, value in numbers.items() if value is not None))
-    for task, measures in tasks.items():
-        print(f"\n{task}")
-        print("\n".join(f"  {name}: {value:.4f}" for name, value in measures.items() if isinstance(value, float)))
+        content = {"checkpoint": str(saved.checkpoint), "corpus": corpus, "tokens": quality.tokens}
+        content |= {name.replace(" ", "_"): value for name, value in numbers.items()}
+        print(json.dumps({**content, "tasks": tasks}, indent=2, default=str))
+    else:
+        print(f"{saved.checkpoint} on {corpus}, {quality.tokens:,} tokens\n\n{_lines(numbers)}")
+        for task, measures in tasks.items():
+            print(f"\n{task}\n{_lines({name: value for name, value in measures.items() if isinstance(value, float)})}")
+
+
+def _lines(numbers: Mapping[str, float | None]) -> str:
+    width = max(map(len, numbers), default=0)
+    return "\n".join(f"{name:<{width}}  {value:.4f}" for name, value in numbers.items() if value is not None)

@@ -30,25 +30,78 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line of generation."""
-    result = Parser(prog=prog, description="Continue text with a trained model. Text goes to stdout, all else to stderr.", allow_abbrev=False)
-    result.add_argument("run", metavar="RUN", help="a run folder (its newest intact checkpoint is used), or the folder of a checkpoint")
+    result = Parser(
+        prog=prog,
+        description="Continue text with a trained model. Text goes to stdout, all else to stderr.",
+        allow_abbrev=False,
+    )
+    result.add_argument(
+        "run", metavar="RUN", help="a run folder (its newest intact checkpoint is used), or the folder of a checkpoint"
+    )
     what = result.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    what.add_argument("--batch-file", metavar="FILE", help='a prompt a line, or a .jsonl with {"prompt": ...} a line; answers with JSON lines in this order')
-    what.add_argument("--interactive", action="store_true", help="ask for prompts: Ctrl-C stops an answer, Ctrl-D leaves")
-    result.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens added to a prompt (default: 200)")
-    result.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 always takes the likeliest token (default: 0.8)")
-    result.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens only")
-    result.add_argument("--top-p", type=float, metavar="X", help="choose among the likeliest tokens only that together have this probability")
-    result.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: what occurred before is less likely (default: 1)")
-    result.add_argument("--seed", type=int, metavar="N", help="of the random choices; the same one gives the same text (default: another each time)")
-    result.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this text would begin; may be given several times")
-    result.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    result.add_argument("--batch-size", type=int, default=16, metavar="N", help="continuations computed together (default: 16)")
+    what.add_argument(
+        "--batch-file",
+        metavar="FILE",
+        help='a prompt a line, or a .jsonl with {"prompt": ...} a line; answers with JSON lines in this order',
+    )
+    what.add_argument(
+        "--interactive", action="store_true", help="ask for prompts: Ctrl-C stops an answer, Ctrl-D leaves"
+    )
+    result.add_argument(
+        "--max-new-tokens", type=int, default=200, metavar="N", help="tokens added to a prompt (default: 200)"
+    )
+    _add_sampling_arguments(result)
+    result.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end where this text would begin; may be given several times",
+    )
+    result.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
+    )
+    result.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="continuations computed together (default: 16)"
+    )
     result.add_argument("--stream", action="store_true", help="show the text while it grows")
-    result.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
-    result.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="default: bf16 if the run was trained in it and the device is fast at it")
+    result.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    result.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="default: bf16 if the run was trained in it and the device is fast at it",
+    )
     return result
+
+
+def _add_sampling_arguments(result: argparse.ArgumentParser) -> None:
+    result.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 always takes the likeliest token (default: 0.8)"
+    )
+    result.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens only")
+    result.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="choose among the likeliest tokens only that together have this probability",
+    )
+    result.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: what occurred before is less likely (default: 1)",
+    )
+    result.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the random choices; the same one gives the same text (default: another each time)",
+    )
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -62,7 +115,8 @@ def generate(options: argparse.Namespace) -> None:
     from ds_gpt.checkpoint.saved_model import find_saved_model
     from ds_gpt.generation.prompts import encode_prompt, read_prompts
 
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]  # a lone surrogate may be a token like others
+    # "replace": a lone surrogate may be a token like others.
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     saved = find_saved_model(options.run, say)
     prompts = []
     if options.prompt is not None:
@@ -89,10 +143,16 @@ def place(options: argparse.Namespace, trained_in: str | None) -> tuple[torch.de
 
     available = torch.cuda.is_available()
     if options.device == "cuda" and not available:
-        raise ConfigError(Problem("--device cuda, but PyTorch finds no GPU", fix="leave out --device, or mend the driver (nvidia-smi)"))
+        raise ConfigError(
+            Problem(
+                "--device cuda, but PyTorch finds no GPU", fix="leave out --device, or mend the driver (nvidia-smi)"
+            )
+        )
     device = torch.device("cuda", 0) if available and options.device != "cpu" else torch.device("cpu")
     fast = trained_in == "bf16" and Ranks(0, 1, 0, 1, device).hardware().bf16
-    return device, torch.bfloat16 if options.precision == "bf16" or (options.precision == "auto" and fast) else torch.float32
+    return device, torch.bfloat16 if options.precision == "bf16" or (
+        options.precision == "auto" and fast
+    ) else torch.float32
 
 
 class Writer:
@@ -112,7 +172,9 @@ class Writer:
         options, started = self._options, time.perf_counter()
         seeds = row_seeds(self._seed, len(prompts), self._asked)
         self._asked += len(prompts)
-        completions = complete(self._model, self.tokenizer, prompts, options.max_new_tokens, self._sampling, seeds, options.stop, show)
+        completions = complete(
+            self._model, self.tokenizer, prompts, options.max_new_tokens, self._sampling, seeds, options.stop, show
+        )
         self._seconds += time.perf_counter() - started
         self._tokens += sum(completion.tokens for completion in completions)
         self._slid += sum(completion.slid for completion in completions)
@@ -125,7 +187,8 @@ class Writer:
         context = self._model.config.context
         if self._slid:
             what = "a text" if self._slid == 1 else f"{self._slid} texts"
-            say(f"{what} went past the context of {context} tokens: the model sees the last {context - slide_tokens(context) + 1} to {context}")
+            seen = f"the last {context - slide_tokens(context) + 1} to {context}"
+            say(f"{what} went past the context of {context} tokens: the model sees {seen}")
         seed = f", seed {self._seed}" if self._sampling.temperature > 0 else ""
         say(f"{self._tokens:,} tokens in {self._seconds:.2f} s: {self._tokens / self._seconds:,.0f} tokens/s{seed}")
         self._tokens, self._seconds, self._slid = 0, 0.0, 0
@@ -144,9 +207,17 @@ def answer(writer: Writer, prompts: Sequence[Prompt], options: argparse.Namespac
     requests = [(prompt, sample) for prompt in prompts for sample in range(options.num_samples)]
     for first in range(0, len(requests), options.batch_size):
         batch = requests[first : first + options.batch_size]
-        for (prompt, sample), completion in zip(batch, writer.complete([prompt.tokens for prompt, _ in batch]), strict=True):
+        for (prompt, sample), completion in zip(
+            batch, writer.complete([prompt.tokens for prompt, _ in batch]), strict=True
+        ):
             if options.batch_file is not None:
-                found = {"prompt": prompt.text, "completion": completion.text, "sample": sample, "tokens": completion.tokens, "finish": completion.finish}
+                found = {
+                    "prompt": prompt.text,
+                    "completion": completion.text,
+                    "sample": sample,
+                    "tokens": completion.tokens,
+                    "finish": completion.finish,
+                }
                 write(json.dumps({**prompt.fields, **found}) + "\n")
                 continue
             if options.num_samples > 1:
@@ -192,13 +263,19 @@ def check(options: argparse.Namespace) -> Sampling:
     problems = []
     for name in ("max_new_tokens", "num_samples", "batch_size"):
         if getattr(options, name) < 1:
-            problems.append(Problem(f"--{name.replace('_', '-')} {getattr(options, name)} asks for nothing", fix="give 1 or more"))
+            problems.append(
+                Problem(f"--{name.replace('_', '-')} {getattr(options, name)} asks for nothing", fix="give 1 or more")
+            )
     if options.seed is not None and options.seed < 0:
         problems.append(Problem(f"--seed {options.seed} is negative", fix="give 0 or more"))
     if "" in options.stop:
         problems.append(Problem("--stop '' is found before the first character", fix="give a text, or leave it out"))
     if options.stream and (options.batch_file is not None or options.num_samples > 1):
-        problems.append(Problem("--stream shows one text while it grows", fix="leave out --stream, or --batch-file and --num-samples"))
+        problems.append(
+            Problem(
+                "--stream shows one text while it grows", fix="leave out --stream, or --batch-file and --num-samples"
+            )
+        )
     if options.interactive and options.num_samples > 1:
         problems.append(Problem("--interactive gives one answer at a time", fix="leave out --num-samples"))
     try:

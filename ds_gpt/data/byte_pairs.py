@@ -197,10 +197,15 @@ class BpeTokenizer(Tokenizer):
         """The ids of each text."""
         pieces = [list(_pieces(_unicode(text))) if self._may_be_cut else [_unicode(text)] for text in texts]
         try:
-            encoded = iter(self._tokenizer.encode_batch_fast([piece for of_text in pieces for piece in of_text], add_special_tokens=False))
+            flat = [piece for of_text in pieces for piece in of_text]
+            encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         except Exception as error:  # the library raises bare ones, where a vocabulary of words has none for the unknown
             raise ConfigError(
-                Problem(f"the tokenizer.json has no ids for some of the text: {error}", "its vocabulary is closed", "remove what it does not know, or take another model")
+                Problem(
+                    f"the tokenizer.json has no ids for some of the text: {error}",
+                    "its vocabulary is closed",
+                    "remove what it does not know, or take another model",
+                )
             ) from error
         return [_joined([np.array(next(encoded).ids, dtype=np.uint32) for _ in of_text], self.vocab_size) for of_text in pieces]
 

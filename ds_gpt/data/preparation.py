@@ -94,22 +94,34 @@ def _claimed(folder: Path) -> Iterator[None]:
     try:
         if folder.exists() and not is_prepared(folder) and not all(map(_left_over, folder.iterdir())):
             raise ConfigError(
-                Problem(f"'{folder}' holds something else", "a prepared corpus has a folder of its own", "give another folder, or remove this one")
+                Problem(
+                    f"'{folder}' holds something else",
+                    "a prepared corpus has a folder of its own",
+                    "give another folder, or remove this one",
+                )
             )
         for split in SPLITS:
             (folder / split).mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ConfigError(Problem(f"'{folder}' cannot be written: {error}", fix="give a folder that this user can write")) from error
+        raise ConfigError(
+            Problem(f"'{folder}' cannot be written: {error}", fix="give a folder that this user can write")
+        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(Problem(f"'{folder}' is being prepared by another process", fix="wait for it, or end it")) from None
+            raise ConfigError(
+                Problem(f"'{folder}' is being prepared by another process", fix="wait for it, or end it")
+            ) from None
         yield
     except OSError as error:  # the disk is full, most often
         raise ConfigError(
-            Problem(f"'{folder}' cannot be finished: {error}", "what is finished of it is kept", "make room, and run the same command again")
+            Problem(
+                f"'{folder}' cannot be finished: {error}",
+                "what is finished of it is kept",
+                "make room, and run the same command again",
+            )
         ) from error
     finally:
         os.close(lock)
@@ -117,7 +129,9 @@ def _claimed(folder: Path) -> Iterator[None]:
 
 def _left_over(path: Path) -> bool:
     """Whether a preparation that failed before it had a plan left this."""
-    return path.name == ".lock" or path.match(f".{PLAN}.*.tmp") or (path.name in SPLITS and path.is_dir() and not any(path.iterdir()))
+    if path.name in SPLITS:
+        return path.is_dir() and not any(path.iterdir())
+    return path.name == ".lock" or path.match(f".{PLAN}.*.tmp")
 
 
 def _resolved(sources: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def own_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def separator_name(tokenizer: Tokenizer) -> str | None:
-    """The name of the special token that lies between documents; None where there is none, or an ordinary token does."""
+    """The special token that lies between documents, by name; None where there is none, or an ordinary one does."""
     if tokenizer.separator is None or not isinstance(tokenizer, (BpeTokenizer, Gpt2Tokenizer)):
         return None
     return tokenizer.decode([tokenizer.separator])

@@ -153,7 +153,8 @@ def _hugging_face_files(saved: SavedModel, family: Family, dtype: torch.dtype) -
     special = {"bos_token_id": separator, "eos_token_id": list(ends) if len(ends) > 1 else separator}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     tokenizer_config |= {"model_max_length": saved.run.model.context}
-    tokenizer_config |= {"bos_token": name, "eos_token": end_name(saved.tokenizer), "pad_token": name} if name is not None else {}
+    if name is not None:
+        tokenizer_config |= {"bos_token": name, "eos_token": end_name(saved.tokenizer), "pad_token": name}
     return {
         "config.json": config_json(saved.run.model, family, str(dtype).removeprefix("torch."), special),
         "generation_config.json": {**special, "pad_token_id": separator},

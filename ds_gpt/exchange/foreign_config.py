@@ -78,7 +78,11 @@ def _size_problems(model: ModelConfig) -> list[Problem]:
     sizes = {"layers": model.layers, "width": model.width, "feed-forward": model.hidden_width}
     sizes |= {"vocabulary": model.vocabulary, "context": model.context}
     return [
-        Problem(f"config.json: {name} = {size}", f"no model has more than {limit:,}", "restore it from where the model was published")
+        Problem(
+            f"config.json: {name} = {size}",
+            f"no model has more than {limit:,}",
+            "restore it from where the model was published",
+        )
         for name, size in sizes.items()
         if size > (limit := _MOST_LAYERS if name == "layers" else _MOST)
     ]

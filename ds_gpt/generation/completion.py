@@ -20,7 +20,8 @@ class Completion:
     Attributes:
         text: without the prompt, up to a stop string.
         tokens: how many were chosen for it.
-        finish: ``length``, the number that was asked for; ``stop``, a stop string; ``end``, the separator of documents or another end of a text.
+        finish: ``length``, the number that was asked for; ``stop``, a stop string; ``end``, the separator of documents
+            or another end of a text.
         slid: whether it went past the context, so that its end was written without knowledge of the beginning.
     """
 
@@ -71,7 +72,8 @@ def complete(
             stream.text,
             counts[index],
             "stop" if stream.stopped else "end" if index in ended else "length",
-            slid=len(prompts[index]) + counts[index] - 1 > model.config.context,  # nothing follows the last token: it is not computed
+            slid=len(prompts[index]) + counts[index] - 1
+            > model.config.context,  # nothing follows the last token: it is not computed
         )
         for index, stream in enumerate(streams)
     ]

@@ -72,10 +72,16 @@ class Decoder:
     ) -> None:
         assert all(len(prompt) for prompt in prompts), "a prompt without tokens is refused before it comes here"
         self._model, self._context = model, model.config.context
-        self._sampling, self._vocab_size, self._forward = sampling, vocab_size or model.config.vocabulary, forward or model
+        self._sampling, self._vocab_size, self._forward = (
+            sampling,
+            vocab_size or model.config.vocabulary,
+            forward or model,
+        )
         self._device = next(model.parameters()).device
         self._rows = [
-            _Row(index, list(map(int, prompt)), max(0, len(prompt) - self._context), torch.Generator().manual_seed(seed))
+            _Row(
+                index, list(map(int, prompt)), max(0, len(prompt) - self._context), torch.Generator().manual_seed(seed)
+            )
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         longest = max((len(row.tokens) - row.start for row in self._rows), default=0)
@@ -132,7 +138,7 @@ class Decoder:
                 self._seen_BV = self._seen_BV[places]
 
     def _fill(self, rows: list[_Row], upto: int | None) -> Tensor:
-        """Compute the windows of some rows, without the tokens from `upto` on: the logits of the last one of each, BV."""
+        """Compute the windows of some rows, up to the token `upto`: the logits of the last token of each, BV."""
         windows = [row.tokens[row.start : upto] for row in rows]
         lengths, places = [len(window) for window in windows], [self._rows.index(row) for row in rows]
         tokens_BT = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
@@ -174,7 +180,10 @@ class Decoder:
 
 def row_seeds(seed: int, count: int, first: int = 0) -> list[int]:
     """Seeds of the random numbers of sequences `first` to `first` + `count` - 1, unrelated to one another."""
-    return [int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1) for number in range(first, first + count)]
+    return [
+        int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+        for number in range(first, first + count)
+    ]
 
 
 def generate(

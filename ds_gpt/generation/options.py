@@ -29,12 +29,31 @@ class Sampling:
         """Raises ConfigError with all that is impossible."""
         problems = []
         if not (0 <= self.temperature < math.inf):
-            problems.append(Problem(f"temperature {self.temperature:g} is not a number from 0 on", "it divides the logits", "0 is greedy, 1 the model's own distribution"))
+            problems.append(
+                Problem(
+                    f"temperature {self.temperature:g} is not a number from 0 on",
+                    "it divides the logits",
+                    "0 is greedy, 1 the model's own distribution",
+                )
+            )
         if self.top_k is not None and self.top_k < 1:
-            problems.append(Problem(f"top-k {self.top_k} keeps no token", fix="give 1 or more, or leave it out to keep all"))
+            problems.append(
+                Problem(f"top-k {self.top_k} keeps no token", fix="give 1 or more, or leave it out to keep all")
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(Problem(f"top-p {self.top_p:g} is no probability", fix="give more than 0 and at most 1, or leave it out to keep all tokens"))
+            problems.append(
+                Problem(
+                    f"top-p {self.top_p:g} is no probability",
+                    fix="give more than 0 and at most 1, or leave it out to keep all tokens",
+                )
+            )
         if not 0 < self.repetition_penalty < math.inf:
-            problems.append(Problem(f"repetition penalty {self.repetition_penalty:g} is not positive", "it divides logits", "1 changes nothing, 1.1 to 1.3 is usual"))
+            problems.append(
+                Problem(
+                    f"repetition penalty {self.repetition_penalty:g} is not positive",
+                    "it divides logits",
+                    "1 changes nothing, 1.1 to 1.3 is usual",
+                )
+            )
         if problems:
             raise ConfigError(problems)

@@ -39,7 +39,13 @@ def encode_prompt(text: str, tokenizer: Tokenizer, fields: dict[str, Any] | None
     if not tokens:
         tokens = [end for end in tokenizer.ends if end == tokenizer.separator]
     if not tokens:
-        raise ConfigError(Problem("the prompt is empty", "a model continues text, and there is none", "give at least one character; a line feed will do"))
+        raise ConfigError(
+            Problem(
+                "the prompt is empty",
+                "a model continues text, and there is none",
+                "give at least one character; a line feed will do",
+            )
+        )
     return Prompt(text, tokens, fields or {})
 
 
@@ -51,9 +57,15 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold other line ends, as U+2028
+        # Not splitlines: JSON may hold other line ends as they are, U+2028 for one.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(f"--batch-file '{path}' cannot be read: {error}", fix="give a text file in UTF-8 with a prompt a line, or a .jsonl")) from None
+        raise ConfigError(
+            Problem(
+                f"--batch-file '{path}' cannot be read: {error}",
+                fix="give a text file in UTF-8 with a prompt a line, or a .jsonl",
+            )
+        ) from None
     found: list[Prompt] = []
     problems: list[Problem] = []
     for number, line in _filled(lines):
@@ -61,7 +73,9 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer) -> list[Prompt]:
             text, fields = _parsed(line) if path.suffix == ".jsonl" else (line, {})
             found.append(encode_prompt(text, tokenizer, fields))
         except ConfigError as error:
-            problems += [Problem(f"{path.name}:{number}: {problem.what}", problem.why, problem.fix) for problem in error.problems]
+            problems += [
+                Problem(f"{path.name}:{number}: {problem.what}", problem.why, problem.fix) for problem in error.problems
+            ]
     if len(problems) > _TOLD:
         problems[_TOLD:] = [Problem(f"{path.name} has {len(problems) - _TOLD} more lines that cannot be used")]
     if not found and not problems:

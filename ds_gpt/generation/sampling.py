@@ -19,7 +19,9 @@ def sample_next(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor, seen_B
     """
     logits_BV = logits_BV.float()
     if seen_BV is not None:
-        penalized_BV = torch.where(logits_BV > 0, logits_BV / sampling.repetition_penalty, logits_BV * sampling.repetition_penalty)
+        penalized_BV = torch.where(
+            logits_BV > 0, logits_BV / sampling.repetition_penalty, logits_BV * sampling.repetition_penalty
+        )
         logits_BV = torch.where(seen_BV, penalized_BV, logits_BV)
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
@@ -38,7 +40,7 @@ def sample_next(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor, seen_B
 
 
 def _at(probs: Tensor, uniform_B: Tensor) -> Tensor:
-    """The index, B, at which the cumulated probabilities of each row pass its number. One of probability 0 is never it."""
+    """The index, B, at which the cumulated probabilities of each row pass its number: never one of probability 0."""
     cumulated = probs.cumsum(dim=-1)
     found = torch.searchsorted(cumulated, uniform_B[:, None] * cumulated[:, -1:], right=True)
     return found.squeeze(-1)

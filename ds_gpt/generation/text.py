@@ -32,7 +32,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; returns the text that is certain now and was not before. Nothing may follow once `stopped` is true."""
+        """Add a token; returns the text that is certain now and was not before. Once `stopped`, nothing may follow."""
         self._recent.append(token)
         decoded = self._decode(self._recent)
         # An incomplete character prints as one replacement, or (byte fallback, as Llama 2 has it) as one for each byte of

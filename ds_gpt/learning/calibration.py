@@ -14,7 +14,7 @@ def confidence_bins(logits: Tensor, targets: Tensor, bins: int = BINS, ignore_in
     """Predictions sorted into `bins` equal intervals of confidence, ((m - 1) / M, m / M]: [3, M] float64.
 
     Of each bin: how many tokens, the sum of their confidences, and how many were right. The prediction is the
-    likeliest token, the confidence its probability. `logits` are (..., V), `targets` (...). Sums of several batches add up.
+    likeliest token, the confidence its probability. `logits` are (..., V), `targets` (...). Sums of batches add up.
     """
     confidences, predictions = torch.softmax(logits.flatten(end_dim=-2), dim=-1, dtype=torch.float32).max(dim=-1)
     targets = targets.flatten()

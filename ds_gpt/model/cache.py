@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, kept so that a new token costs one position of every layer instead of all of them."""
+"""Keys and values of earlier tokens, kept so that a new token costs one position of every layer instead of all."""
 
 from __future__ import annotations
 

@@ -43,14 +43,7 @@ def run_tasks(
                 "pip install 'ds_gpt[eval]'",
             )
         ) from None
-    if saved.tokenizer.separator is None:
-        raise ConfigError(
-            Problem(
-                "--tasks: the run's tokenizer has no token that begins a text",
-                "the harness puts one before every text that it scores",
-                "train with the tokenizer gpt2 or bpe, or on text with line ends",
-            )
-        )
+    separator = _separator(saved)
     manager = TaskManager(include_path=str(tasks_dir) if tasks_dir else None)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ConfigError(
@@ -62,12 +55,6 @@ def run_tasks(
     with tempfile.TemporaryDirectory(prefix="ds_gpt-eval-") as folder:
         path = Path(folder) / saved.run.name
         export(saved, path, "hf")
-        # Characters have no special token: the line feed takes its place, here and nowhere else.
-        separator = (
-            {}
-            if separator_name(saved.tokenizer)
-            else {"eos_token": saved.tokenizer.decode([saved.tokenizer.separator])}
-        )
         tokenizer = AutoTokenizer.from_pretrained(path, **separator)
         arguments = {
             "pretrained": str(path),
@@ -79,3 +66,19 @@ def run_tasks(
             "hf", model_args=arguments, tasks=list(tasks), device=str(device), limit=limit, task_manager=manager
         )
     return results["results"]
+
+
+def _separator(saved: SavedModel) -> dict[str, str]:
+    """What to tell transformers of the token that begins a text. Raises ConfigError where the tokenizer has none."""
+    if saved.tokenizer.separator is None:
+        raise ConfigError(
+            Problem(
+                "--tasks: the run's tokenizer has no token that begins a text",
+                "the harness puts one before every text that it scores",
+                "train with the tokenizer gpt2 or bpe, or on text with line ends",
+            )
+        )
+    if separator_name(saved.tokenizer) is not None:
+        return {}  # its files say it
+    # Characters have no special token: the line feed takes its place, here and nowhere else.
+    return {"eos_token": saved.tokenizer.decode([saved.tokenizer.separator])}

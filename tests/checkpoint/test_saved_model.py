@@ -43,11 +43,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("deepspeed", "world_size", "options"),
     [
         ("zero0", 1, []),
-        ("zero2", 2, ["model.positions=rotary", "model.kv_heads=2", "model.norm=rmsnorm", "model.ffn=swiglu", "model.bias=false"]),
+        (
+            "zero2",
+            2,
+            [
+                "model.positions=rotary",
+                "model.kv_heads=2",
+                "model.norm=rmsnorm",
+                "model.ffn=swiglu",
+                "model.bias=false",
+            ],
+        ),
         ("zero3", 2, ["model.tied_head=false", "model.sliding_window=5", "activation_checkpointing.policy=full"]),
     ],
 )
-def test_the_weights_are_those_that_were_trained(deepspeed: str, world_size: int, options: list[str], tmp_path: Path) -> None:
+def test_the_weights_are_those_that_were_trained(
+    deepspeed: str, world_size: int, options: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     ranks = run_ranks(world_size, train_run, str(folder), deepspeed, [*RUN, "sample.tokens=40", *options], None, True)
     saved = find_saved_model(folder)
@@ -76,7 +88,9 @@ def test_the_newest_intact_checkpoint_is_used_and_a_damaged_one_named(run: Path,
     content[-1] ^= 1
     shard.write_bytes(content)
     saved = find_saved_model(folder, warnings.append)
-    assert saved.state["step"] == 2 and len(warnings) == 1 and "step_0000004" in warnings[0] and "checksum" in warnings[0]
+    assert (
+        saved.state["step"] == 2 and len(warnings) == 1 and "step_0000004" in warnings[0] and "checksum" in warnings[0]
+    )
     with pytest.raises(ConfigError, match="damaged: .*checksum"):
         find_saved_model(shard.parent)
     shutil.rmtree(saved.checkpoint)
@@ -120,7 +134,10 @@ def test_missing_weights_are_told(lost: str, run: Path, tmp_path: Path) -> None:
     partial = prepare_partial(folder / "checkpoints", 5)
     tensors = {"weight:0:embedding.tokens.weight" if lost == "half" else "weight:0:w": torch.zeros(8)}
     commit(partial, 5, state, [write_shard(partial, ALONE.rank, tensors)])
-    with pytest.raises(ConfigError, match="lacks elements 8 to" if lost == "half" else "there is no parameter 'embedding.tokens.weight'"):
+    with pytest.raises(
+        ConfigError,
+        match="lacks elements 8 to" if lost == "half" else "there is no parameter 'embedding.tokens.weight'",
+    ):
         find_saved_model(folder).load()
 
 
@@ -144,7 +161,9 @@ def test_it_needs_neither_deepspeed_nor_more_memory_than_the_weights(run: Path, 
     state["facts"]["model"] |= {"width": 512, "layers": 10, "ffn_width": 2048}
     model = GPT(ModelConfig.model_validate(state["facts"]["model"]))
     kinds = ("weight", "exp_avg", "exp_avg_sq")
-    tensors = {f"{kind}:0:{name}": p.detach().flatten().clone() for name, p in model.named_parameters() for kind in kinds}
+    tensors = {
+        f"{kind}:0:{name}": p.detach().flatten().clone() for name, p in model.named_parameters() for kind in kinds
+    }
     partial = prepare_partial(folder / "checkpoints", 5)
     commit(partial, 5, state, [write_shard(partial, 0, tensors)])
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4

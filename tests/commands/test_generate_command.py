@@ -24,7 +24,6 @@ from ds_gpt.config.run import ModelConfig
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.byte_pairs import BpeTokenizer
 from ds_gpt.data.tokenizer_json import end_name
-from ds_gpt.generation.decoding import row_seeds
 from ds_gpt.generation.decoding import generate as decode
 from ds_gpt.generation.options import Sampling
 from ds_gpt.generation.prompts import read_prompts
@@ -61,7 +60,9 @@ def texts(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, 
 
 
 def test_a_prompt_is_continued_as_decoding_it_says(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = texts(capsys, run, "--prompt", "the cat", "--seed", 4, "--max-new-tokens", 50, "--temperature", 0.9, "--top-k", 20)
+    out, err = texts(
+        capsys, run, "--prompt", "the cat", "--seed", 4, "--max-new-tokens", 50, "--temperature", 0.9, "--top-k", 20
+    )
     prompt = TOKENIZER.encode("the cat").tolist()
     model = random_model(TOKENIZER.vocab_size + 9)
     (expected,) = decode(model, [prompt], 50, Sampling(0.9, top_k=20), seed=4, vocab_size=TOKENIZER.vocab_size)
@@ -70,7 +71,9 @@ def test_a_prompt_is_continued_as_decoding_it_says(run: Path, capsys: pytest.Cap
     assert "50 tokens in " in err and "tokens/s, seed 4" in err
 
 
-def test_a_checkpoint_folder_will_do_and_streaming_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_folder_will_do_and_streaming_changes_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--prompt", "the cat", "--seed", 4, "--max-new-tokens", 10)
     whole, err = texts(capsys, run, *arguments)
     assert "context" not in err
@@ -94,14 +97,20 @@ def test_samples_are_numbered_and_do_not_depend_on_the_batch(run: Path, capsys: 
     assert len({line for line in out.splitlines() if line.startswith("a")}) == 3
 
 
-def test_a_file_of_prompts_is_answered_in_json_lines(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat", "id": 7}\n\n"a"\n{"prompt": "\\n", "completion": "old"}\n')
+def test_a_file_of_prompts_is_answered_in_json_lines(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "the cat", "id": 7}\n\n"a"\n{"prompt": "\\n", "completion": "old"}\n'
+    )
     arguments = ("--seed", 3, "--max-new-tokens", 30, "--num-samples", 2, "--batch-size", 4)
     out, err = texts(capsys, run, "--batch-file", tmp_path / "prompts.jsonl", *arguments)
     answers = [json.loads(line) for line in out.splitlines()]
     assert [(answer["prompt"], answer["sample"], answer.get("id")) for answer in answers] == [
         ("the cat", 0, 7), ("the cat", 1, 7), ("a", 0, None), ("a", 1, None), ("\n", 0, None), ("\n", 1, None)]  # fmt: skip
-    assert all(answer["tokens"] == 30 and answer["finish"] == "length" and answer["completion"] != "old" for answer in answers)
+    assert all(
+        answer["tokens"] == 30 and answer["finish"] == "length" and answer["completion"] != "old" for answer in answers
+    )
     assert "180 tokens in" in err and "6 texts went past the context" in err
     (tmp_path / "prompts.txt").write_text("the cat\n\na\n")
     lines = texts(capsys, run, "--batch-file", tmp_path / "prompts.txt", *arguments)[0].splitlines()
@@ -111,7 +120,8 @@ def test_a_file_of_prompts_is_answered_in_json_lines(run: Path, tmp_path: Path, 
 def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path) -> None:
     """JSON may hold other line ends of Unicode as they are; a byte order mark, which some editors write, is no text."""
     prompts = ["a\u2028b", "c\u0085d"]
-    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts))
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(lines))
     tokenizer = CharTokenizer.from_text("".join(prompts))
     assert [prompt.text for prompt in read_prompts(tmp_path / "a.jsonl", tokenizer)] == prompts
 
@@ -121,14 +131,18 @@ def test_stop_strings(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = (run, "--batch-file", tmp_path / "prompts.txt", "--seed", 3, "--max-new-tokens", 40)
     whole = [json.loads(line)["completion"] for line in texts(capsys, *arguments)[0].splitlines()]
     stop = whole[0][20:22]  # two tokens
-    for line, full in zip(texts(capsys, *arguments, "--stop", stop, "--stop", "never")[0].splitlines(), whole, strict=True):
+    for line, full in zip(
+        texts(capsys, *arguments, "--stop", stop, "--stop", "never")[0].splitlines(), whole, strict=True
+    ):
         answer, before, found = json.loads(line), *full.partition(stop)[:2]
         assert answer["completion"] == before
         assert answer["finish"] == ("stop" if found else "length")
         assert answer["tokens"] == (len(before) + 2 if found else 40)
 
 
-def test_byte_pairs_end_at_the_separator_and_begin_at_it_without_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_byte_pairs_end_at_the_separator_and_begin_at_it_without_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = BpeTokenizer.train(["the cat sat on the mat, the cat. " * 20], 290)
     run = save_run(tmp_path / "bpe", random_model(tokenizer.vocab_size), tokenizer)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n' * 40)
@@ -149,10 +163,8 @@ def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pyte
     trained = BpeTokenizer.train(["the cat sat on the mat, the cat. " * 20], 290)
     fields, begin, end = trained.to_dict(), trained.vocab_size, trained.vocab_size + 1
     named = {"<s>": begin, "</s>": end}
-    fields["added_tokens"] = [
-        {"id": i, "content": name, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
-        for name, i in named.items()
-    ]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    fields["added_tokens"] = [{"id": i, "content": name, **flags} for name, i in named.items()]
     del fields["model"]["vocab"]["<|endoftext|>"]
     tokenizer = BpeTokenizer.from_dict(fields)
     assert (tokenizer.separator, tokenizer.ends, end_name(tokenizer)) == (begin, (begin, end), "</s>")
@@ -160,7 +172,7 @@ def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pyte
     (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n' * 40)
     arguments = ("--batch-file", tmp_path / "prompts.jsonl", "--seed", 3, "--max-new-tokens", 60, "--temperature", 3)
     answers = [json.loads(line) for line in texts(capsys, run, *arguments)[0].splitlines()]
-    continued = decode(random_model(tokenizer.vocab_size), [[begin]] * 40, 60, Sampling(3.0), seed=3, vocab_size=tokenizer.vocab_size)
+    continued = decode(random_model(tokenizer.vocab_size), [[begin]] * 40, 60, Sampling(3.0), seed=3)
     ended_by = set()
     for answer, tokens in zip(answers, continued, strict=True):
         places = [place for place, token in enumerate(tokens) if token in named.values()]
@@ -173,7 +185,10 @@ def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--prompt", "a", "--temperature", "-1", "--max-new-tokens", "0", "--top-p", "2"], r"1\. --max-new-tokens 0[\s\S]*2\. temperature -1[\s\S]*3\. top-p 2"),
+        (
+            ["--prompt", "a", "--temperature", "-1", "--max-new-tokens", "0", "--top-p", "2"],
+            r"1\. --max-new-tokens 0[\s\S]*2\. temperature -1[\s\S]*3\. top-p 2",
+        ),
         (["--prompt", "a", "--seed", "-1"], "--seed -1 is negative"),
         (["--prompt", "a", "--stop", ""], "--stop ''"),
         (["--prompt", "a", "--stream", "--num-samples", "2"], "--stream shows one text"),
@@ -195,7 +210,9 @@ def test_bad_lines_of_a_file_are_told_together(run: Path, tmp_path: Path) -> Non
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"promp": "a"}\nthe\n{"prompt": ""}\n"é"\n')
     with pytest.raises(ConfigError) as caught:
         generate(parser().parse_args([str(run), "--batch-file", str(tmp_path / "prompts.jsonl")]))
-    assert [problem.what.split(": ")[0] for problem in caught.value.problems] == [f"prompts.jsonl:{line}" for line in (2, 3, 4, 5)]
+    assert [problem.what.split(": ")[0] for problem in caught.value.problems] == [
+        f"prompts.jsonl:{line}" for line in (2, 3, 4, 5)
+    ]
     (tmp_path / "prompts.txt").write_text("é\n" * 30)
     with pytest.raises(ConfigError, match=r"11\. prompts.txt has 20 more lines"):
         generate(parser().parse_args([str(run), "--batch-file", str(tmp_path / "prompts.txt")]))
@@ -214,10 +231,23 @@ def test_precision_is_fp32_on_a_cpu_unless_bf16_is_asked_for() -> None:
 
 def test_the_command_itself(run: Path) -> None:
     """Its status, its two streams, and a reader that has seen enough."""
-    result = subprocess.run(command(run, "--prompt", "the cat", "--max-new-tokens", 5), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command(run, "--prompt", "the cat", "--max-new-tokens", 5),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0 and result.stdout.startswith("the cat") and "tokens/s" in result.stderr
-    result = subprocess.run(command(run.parent / "mode", "--prompt", "a"), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and result.stdout == "" and "does not exist" in result.stderr and "Traceback" not in result.stderr
+    result = subprocess.run(
+        command(run.parent / "mode", "--prompt", "a"), cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert (
+        result.returncode == 2
+        and result.stdout == ""
+        and "does not exist" in result.stderr
+        and "Traceback" not in result.stderr
+    )
 
 
 class Terminal:
@@ -226,7 +256,13 @@ class Terminal:
     def __init__(self, *arguments: object) -> None:
         self.terminal, inside = pty.openpty()
         self.process = subprocess.Popen(
-            command(*arguments), cwd=REPOSITORY, stdin=inside, stdout=inside, stderr=inside, start_new_session=True, env={**os.environ, "TERM": "dumb"}
+            command(*arguments),
+            cwd=REPOSITORY,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
         )
         os.close(inside)
         self.seen = ""
@@ -260,7 +296,9 @@ def test_a_conversation_at_a_terminal(run: Path) -> None:
     with terminal(run, "--interactive", "--max-new-tokens", 1_000_000, "--stop", "\n") as session:
         session.until("Ctrl-D leaves\n> ")
         session.type("the é\n")
-        assert "U+00E9" in session.until("\n> "), "a prompt that cannot be continued is told, and the next one asked for"
+        assert "U+00E9" in session.until("\n> "), (
+            "a prompt that cannot be continued is told, and the next one asked for"
+        )
         session.type("\n")
         session.until("\n> ")
         session.type("half a prom")

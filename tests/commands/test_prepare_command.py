@@ -17,6 +17,7 @@ from ds_gpt.data import load_tokenizer
 from ds_gpt.data.prepared import open_prepared
 from ds_gpt.exchange.exporting import export
 from ds_gpt.generation.decoding import generate
+from ds_gpt.generation.options import Sampling
 from ds_gpt.trainer.quality import measure, validation_data
 
 ENGLISH = [topics[name] for name in sorted(topics)]
@@ -78,8 +79,8 @@ def check_evaluation_and_export() -> None:
     ids = tokenizer("a string", return_tensors="pt").input_ids
     assert ids[0].tolist() == saved.tokenizer.encode("a string").tolist()
     text = tokenizer.decode(theirs.generate(ids, max_new_tokens=8, do_sample=False)[0])
-    ours = generate(saved.load(), ids, 8, context=saved.run.model.context, temperature=0)
-    assert text == saved.tokenizer.decode(ours[0].tolist()) and text.startswith("a string")
+    (continued,) = generate(saved.load(), ids.tolist(), 8, Sampling(temperature=0))
+    assert text == saved.tokenizer.decode([*ids[0].tolist(), *continued]) and text.startswith("a string")
 
 
 def test_what_was_never_prepared_is_not_verified(tmp_path: Path) -> None:

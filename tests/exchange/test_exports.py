@@ -25,6 +25,7 @@ from ds_gpt.exchange.exporting import export
 from ds_gpt.exchange.families import family_of
 from ds_gpt.exchange.tensor_files import parse_bytes
 from ds_gpt.generation.decoding import generate
+from ds_gpt.generation.options import Sampling
 from ds_gpt.model.gpt import GPT
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
@@ -85,12 +86,12 @@ def test_transformers_continues_a_prompt_as_we_do(name: str, request: pytest.Fix
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
     prompt = "0 5 10 15"
-    ids = torch.from_numpy(saved.tokenizer.encode(prompt).astype(int))[None]
-    assert tokenizer(prompt, return_tensors="pt").input_ids.tolist() == ids.tolist()
-    mine = generate(ours, ids, 12, context=16, temperature=0)
-    text = tokenizer.decode(theirs.generate(ids, max_new_tokens=12, do_sample=False)[0])
+    ids = saved.tokenizer.encode(prompt).tolist()
+    assert tokenizer(prompt, return_tensors="pt").input_ids.tolist() == [ids]
+    (continued,) = generate(ours, [ids], 12, Sampling(temperature=0))
+    text = tokenizer.decode(theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0])
     assert (
-        text == saved.tokenizer.decode(mine[0].tolist()) and len(set(text.split())) > 8
+        text == saved.tokenizer.decode([*ids, *continued]) and len(set(text.split())) > 8
     )  # trained: it counts in fives
 
 
@@ -259,9 +260,11 @@ def test_what_ends_a_text_there_ends_it_here(run: Path, tmp_path: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     added = [{"id": words[word], "content": word, **flags} for word in ("<unk>", "<s>", "</s>")]
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
-    tokenizer = BpeTokenizer.from_dict({"version": "1.0", "added_tokens": added, "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model})
+    pieces = {"type": "WhitespaceSplit"}
+    tokenizer = BpeTokenizer.from_dict({"version": "1.0", "added_tokens": added, "pre_tokenizer": pieces, "model": model})
     export(SavedModel(saved.checkpoint, saved.run, tokenizer, saved.state), tmp_path / "out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == [1, 2] and loaded.config.bos_token_id == 1
+    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == [1, 2]
+    assert loaded.config.bos_token_id == 1
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")

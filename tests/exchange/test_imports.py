@@ -146,7 +146,11 @@ def test_older_configs_mean_what_they_meant(llama: Path, tmp_path: Path) -> None
         ("llama", {"num_hidden_layers": 10**9}, "layers = 1000000000"),
         ("gpt2", {"n_embd": 10**10}, "width = 10000000000"),
         ("gpt2", {"model_type": ["gpt2"]}, "model_type = \\['gpt2'\\]"),
-        ("gpt2", {"model_type": "ds_gpt", "model": {"layers": 1, "width": 8, "heads": 2, "context": 4}}, "vocab_size is 'auto'"),
+        (
+            "gpt2",
+            {"model_type": "ds_gpt", "model": {"layers": 1, "width": 8, "heads": 2, "context": 4}},
+            "vocab_size is 'auto'",
+        ),
         ("llama", {"head_dim": 16}, "head_dim = 16"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("llama", {"attention_bias": True}, "mlp_bias = False"),
@@ -226,7 +230,8 @@ def test_damaged_and_missing_files_are_told(llama: Path, tmp_path: Path) -> None
 
 def test_the_whole_file_goes_before_an_index(llama: Path, tmp_path: Path) -> None:
     """Where an older save left both, transformers reads the one file."""
-    (llama / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "gone.safetensors"}}))
+    index = {"weight_map": {"lm_head.weight": "gone.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     assert transformers.AutoModelForCausalLM.from_pretrained(llama) is not None
     assert find_saved_model(imported(llama, tmp_path / "run")).state["step"] == 0
 

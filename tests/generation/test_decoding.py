@@ -30,7 +30,9 @@ def uncached(model: GPT, prompt: Sequence[int], new_tokens: int, sampling: Sampl
             logits_BV = model(torch.tensor([tokens[start:]]))[:, -1]
         seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool)
         seen_BV[0, tokens] = True
-        tokens.append(sample_next(logits_BV, sampling, torch.rand(1, generator=generator, dtype=torch.float64), seen_BV).item())
+        tokens.append(
+            sample_next(logits_BV, sampling, torch.rand(1, generator=generator, dtype=torch.float64), seen_BV).item()
+        )
     return tokens[len(prompt) :]
 
 
@@ -41,12 +43,16 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, top_k=9, top_p=0.95, repetition_penalty=1.2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(0.9, top_k=9, top_p=0.95, repetition_penalty=1.2)], ids=["greedy", "sampled"]
+)
 def test_cached_and_uncached_give_the_same_tokens(case: str, sampling: Sampling) -> None:
     model, seeds = perturbed(**CASES[case]), row_seeds(7, 5)
     expected = [uncached(model, prompt, 40, sampling, seed) for prompt, seed in zip(prompts(), seeds, strict=True)]
     assert generate(model, prompts(), 40, sampling, seed=7) == expected
-    assert len({token for row in expected for token in row}) > (2 if sampling == GREEDY else 10)  # not one over and over
+    assert len({token for row in expected for token in row}) > (
+        2 if sampling == GREEDY else 10
+    )  # not one over and over
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -120,7 +126,11 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_rows_that_finish_leave_the_others_as_they_were(penalty: float) -> None:
-    model, sampling, seeds = perturbed(kv_heads=2, sliding_window=5), Sampling(repetition_penalty=penalty), row_seeds(5, 5)
+    model, sampling, seeds = (
+        perturbed(kv_heads=2, sliding_window=5),
+        Sampling(repetition_penalty=penalty),
+        row_seeds(5, 5),
+    )
     expected = generate(model, prompts(), 30, sampling, seed=5)
     decoder = Decoder(model, prompts(), 30, sampling, seeds)
     rows: list[list[int]] = [[] for _ in range(5)]

@@ -22,8 +22,12 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def sample(logits_BV: torch.Tensor, sampling: Sampling, seed: int = 0, seen_BV: torch.Tensor | None = None) -> torch.Tensor:
-    return sample_next(logits_BV, sampling, torch.rand(len(logits_BV), generator=seeded(seed), dtype=torch.float64), seen_BV)
+def sample(
+    logits_BV: torch.Tensor, sampling: Sampling, seed: int = 0, seen_BV: torch.Tensor | None = None
+) -> torch.Tensor:
+    return sample_next(
+        logits_BV, sampling, torch.rand(len(logits_BV), generator=seeded(seed), dtype=torch.float64), seen_BV
+    )
 
 
 def assert_drawn_from(logits: torch.Tensor, probs: torch.Tensor, sampling: Sampling) -> None:
@@ -67,7 +71,9 @@ def test_top_p_keeps_the_fewest_tokens_that_have_it() -> None:
     kept = torch.tensor([1.5, -torch.inf, -torch.inf, 2.0, -torch.inf])
     two = LOGITS.softmax(0)[[0, 3]].sum().item()
     assert_drawn_from(LOGITS, kept.softmax(0), Sampling(top_p=two - 1e-4))
-    assert_drawn_from(LOGITS, torch.tensor([1.5, -torch.inf, 0.3, 2.0, -torch.inf]).softmax(0), Sampling(top_p=two + 1e-4))
+    assert_drawn_from(
+        LOGITS, torch.tensor([1.5, -torch.inf, 0.3, 2.0, -torch.inf]).softmax(0), Sampling(top_p=two + 1e-4)
+    )
     assert_drawn_from(LOGITS, LOGITS.softmax(0), Sampling(top_p=1.0))
 
 

@@ -49,15 +49,19 @@ def test_bytes_that_are_no_character_are_replaced_and_hold_nothing_up() -> None:
 
 
 def byte_fallback() -> BpeTokenizer:
-    """As Llama 2's: what is not in the vocabulary is written in bytes, of which a run that is no text is replaced whole."""
+    """As Llama 2's: what is not in the vocabulary is written in bytes; a run that is no text is replaced whole."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581a1b"]
-    decoders = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    model = {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    return BpeTokenizer.from_dict(
-        {"version": "1.0", "added_tokens": [], "normalizer": spaces, "decoder": {"type": "Sequence", "decoders": [*decoders, strip]}, "model": model}
-    )
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
+    fields = {"version": "1.0", "added_tokens": [], "normalizer": spaces, "model": model}
+    return BpeTokenizer.from_dict({**fields, "decoder": {"type": "Sequence", "decoders": decoders}})
 
 
 def test_characters_in_bytes_are_whole_whatever_surrounds_them() -> None:

@@ -14,7 +14,13 @@ def save_run(folder: Path, model: GPT, tokenizer: Tokenizer, precision: str = "f
     """Write `model` as a trainer would have; returns `folder`."""
     folder.mkdir(parents=True)
     tokenizer.save(folder / "tokenizer.json")
-    run = {"name": "made", "model": model.config.model_dump(mode="json"), "batch": {"global_batch_size": 1}, "optimizer": {"lr": 1.0}, "training": {"steps": 1}}
+    run = {
+        "name": "made",
+        "model": model.config.model_dump(mode="json"),
+        "batch": {"global_batch_size": 1},
+        "optimizer": {"lr": 1.0},
+        "training": {"steps": 1},
+    }
     facts = {**run, "tokenizer_identity": tokenizer.identity, "precision": precision}
     partial = prepare_partial(folder / "checkpoints", 1)
     tensors = {f"weight:0:{name}": parameter.detach().flatten().clone() for name, parameter in model.named_parameters()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -122,6 +123,7 @@ def test_chunked_loss_and_the_models_options_reproduce_plain_pytorch(stage: int)
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU")
 def test_the_compiled_model_reproduces_plain_pytorch() -> None:
     """One rank and one layer, because compiling is slow on a CPU; the collectives are outside of what is compiled."""
     options = ("model.layers=1", "model.positions=rotary")
