@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line of training."""
     result = Parser(prog=prog, description="Train a GPT through DeepSpeed.", allow_abbrev=False)
-    add_config_arguments(result)
+    resumed = "or that of the run to resume"
+    add_config_arguments(result, f"quickstart.yaml, {resumed}", f"zero1.json, {resumed}")
     result.add_argument("--run-dir", metavar="DIR", help="folder of the run (default: runs/NAME, or NAME-2, ... if taken)")
     result.add_argument(
         "--resume", metavar="PATH", nargs="?", const="auto",
