@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ds_gpt.commands.arguments import Parser
+from ds_gpt.commands.arguments import Parser, add_device_argument, torch_device
 from ds_gpt.commands.failure import print_or_fail
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--batch-size", type=int, default=16, metavar="N", help="continuations computed together (default: 16)"
     )
     result.add_argument("--stream", action="store_true", help="show the text while it grows")
-    result.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
-    )
+    add_device_argument(result)
     result.add_argument(
         "--precision",
         choices=("auto", "fp32", "bf16"),
@@ -138,17 +136,9 @@ def place(options: argparse.Namespace, trained_in: str | None) -> tuple[torch.de
     """Where the model computes, and in what. Raises ConfigError where there is no such device."""
     import torch
 
-    from ds_gpt.config import ConfigError, Problem
     from ds_gpt.engine.ranks import Ranks
 
-    available = torch.cuda.is_available()
-    if options.device == "cuda" and not available:
-        raise ConfigError(
-            Problem(
-                "--device cuda, but PyTorch finds no GPU", fix="leave out --device, or mend the driver (nvidia-smi)"
-            )
-        )
-    device = torch.device("cuda", 0) if available and options.device != "cpu" else torch.device("cpu")
+    device = torch_device(options.device)
     fast = trained_in == "bf16" and Ranks(0, 1, 0, 1, device).hardware().bf16
     return device, torch.bfloat16 if options.precision == "bf16" or (
         options.precision == "auto" and fast
