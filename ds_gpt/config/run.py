@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import Field, Strict
 
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A section of the run YAML: unknown keys and wrong types are errors, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from ds_gpt.config.section import Auto, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from ds_gpt.config.stage import LoraConfig, Stage
 
 
 class ModelConfig(Section):
@@ -200,7 +190,10 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: NonNegativeInt = 1337
+    stage: Stage = "pretrain"
+    init_from: str | None = None  # a run's folder, or a checkpoint: its weights alone are taken over, and its tokenizer
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig

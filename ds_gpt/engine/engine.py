@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,9 @@ from ds_gpt.engine.state import (
 from ds_gpt.learning.loss import linear_cross_entropy_sum
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
+from ds_gpt.model.lora import apply_lora
+
+ReadWeight = Callable[[str, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,10 @@ class Engine:
     Args:
         composed: the settled configuration, its vocabulary included.
         ranks: this process among the others; connected.
+        initial: weights to start from, by name and number of elements, flat; None: they are drawn.
     """
 
-    def __init__(self, composed: Composed, ranks: Ranks) -> None:
+    def __init__(self, composed: Composed, ranks: Ranks, initial: ReadWeight | None = None) -> None:
         import deepspeed
 
         self.composed = composed
@@ -100,6 +104,9 @@ class Engine:
         torch.manual_seed(composed.run.seed)  # the same on every rank: they start from the same weights
         with self._partitioned_at_birth():
             self.model = GPT(composed.run.model)
+            if initial is not None:
+                self._start_from(initial)
+            apply_lora(self.model, composed.run.lora)
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self.model,
@@ -121,6 +128,16 @@ class Engine:
         if self.composed.zero_stage < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
+
+    def _start_from(self, read: ReadWeight) -> None:
+        """Replace the weights that were drawn, one parameter at a time."""
+        import deepspeed
+
+        for name, parameter in self.model.named_parameters():
+            gathered = deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=self.composed.zero_stage == 3)
+            with gathered, torch.no_grad():
+                if self.composed.zero_stage < 3 or self.ranks.is_first:
+                    parameter.copy_(read(name, parameter.numel()).view(parameter.shape))
 
     def step(
         self, step: int, micro_batches: Sequence[tuple[Tensor, ...]], lr: float, interrupted: bool = False

@@ -112,6 +112,14 @@ class Shapes:
                     "--set data.attend_across_documents=true, and leave room for them",
                 )
             )  # fmt: skip
+        if composed.run.lora.rank is not None or composed.run.stage in ("dpo", "reward"):
+            raise ConfigError(
+                Problem(
+                    f"lora.rank = {composed.run.lora.rank}, stage = {composed.run.stage}",
+                    "the planner knows steps that train every weight on single sequences",
+                    "plan with --set lora.rank=null, an upper bound; or stage=pretrain, of twice the micro-batch for pairs",
+                )
+            )
         stage, precision = composed.zero_stage, composed.precision
         overlap = zero.get("overlap_comm")
         return cls(

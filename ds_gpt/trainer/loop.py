@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_gpt.checkpoint.adapter import write_adapter
+from ds_gpt.checkpoint.folder import complete
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.config import Composed
 from ds_gpt.data import Dataset
@@ -70,6 +72,8 @@ class Trainer:
                 interrupted = result.interrupted
                 self.watchdog.beat()
             text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
+        if run.lora.rank is not None and self.engine.ranks.is_first:
+            write_adapter(complete(self.folder.checkpoints)[0], run, self.folder.adapter)
         recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
         if text and self.engine.ranks.is_first:
             self.folder.sample.write_text(text, encoding="utf-8")
