@@ -107,7 +107,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     from ds_gpt.checkpoint.initial import find_initial, started_from
     from ds_gpt.config import load
     from ds_gpt.config.parse import with_vocabulary
-    from ds_gpt.data import prepare
+    from ds_gpt.data.stages import needed_vocabulary, prepare_stage
     from ds_gpt.trainer.out_of_memory import check_host_memory
     from ds_gpt.trainer.start import configuration
 
@@ -116,8 +116,8 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     initial = find_initial(composed.run)
     if initial is not None:
         composed = replace(composed, run=started_from(composed.run, initial))
-    dataset = prepare(composed.run.data, composed.run.seed)
-    composed = replace(composed, run=with_vocabulary(composed.run, dataset.tokenizer.vocab_size))
+    dataset = prepare_stage(composed.run)
+    composed = replace(composed, run=with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset)), notes=(*composed.notes, *dataset.notes))
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from ds_gpt.config.section import Auto, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
-from ds_gpt.config.stage import LoraConfig, Stage
+from ds_gpt.config.stage import ExamplesConfig, LoraConfig, ObjectiveConfig, PreferenceConfig, Stage
 
 
 class ModelConfig(Section):
@@ -146,6 +146,7 @@ class EvaluationConfig(Section):
 class SampleConfig(Section):
     """The text generated at the end of a run."""
 
+    every_evaluation: bool = False  # and at every evaluation on the way
     prompt: str = "\n"
     tokens: NonNegativeInt = 200
     temperature: NonNegativeFloat = 0.8
@@ -195,6 +196,9 @@ class RunConfig(Section):
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    examples: ExamplesConfig = ExamplesConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
@@ -210,6 +214,11 @@ class RunConfig(Section):
     def decay_steps(self) -> int:
         """Step at which the schedule reaches its minimum."""
         return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
+
+    @property
+    def generates(self) -> bool:
+        """Whether what is trained predicts the next token, so that text can be sampled from it."""
+        return self.stage != "reward" and self.objective.name == "next_token"
 
     @property
     def loss_chunk_tokens(self) -> int:

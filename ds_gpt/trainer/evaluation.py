@@ -31,10 +31,13 @@ class Validation:
         self._windows = rank_share(windows, ranks.rank, ranks.world_size)
         probe = dataset.val.evaluation_windows(run.model.context, _PROBE_SEQUENCES)
         self._probe = rank_share(probe, ranks.rank, ranks.world_size)
+        self.metrics: dict[str, float] = {}
 
     def loss(self) -> float:
-        """Token-weighted mean loss, nats a token; every rank must call it."""
-        return self._engine.evaluate(self._batches(self._windows))
+        """Token-weighted mean loss, nats a token; every rank must call it. What else was measured is in `metrics`."""
+        loss, metrics = self._engine.measure(self._batches(self._windows))
+        self.metrics = {f"val_{name}": value for name, value in metrics.items()}
+        return loss
 
     def probe_loss(self) -> float:
         """The same over a few windows that do not depend on the run's settings, to know a model again by."""
@@ -53,7 +56,7 @@ def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
     All ranks draw from equal random states, so they generate the same text and stay together under ZeRO-3.
     """
     try:
-        prompt = dataset.tokenizer.encode(sample.prompt)
+        prompt = dataset.tokenizer.encode(dataset.framed(sample.prompt))
     except ConfigError:  # the prompt of a recipe may not suit the corpus it was pointed at
         prompt = np.empty(0, dtype=np.int64)
     if len(prompt) == 0:

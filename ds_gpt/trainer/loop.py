@@ -20,6 +20,7 @@ from ds_gpt.trainer.evaluation import Validation, sample_text
 from ds_gpt.trainer.interruption import Interruption
 from ds_gpt.trainer.keeper import Keeper
 from ds_gpt.trainer.recorder import Recorder
+from ds_gpt.trainer.reference import remember_reference
 from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.watchdog import Watchdog
 
@@ -45,6 +46,8 @@ class Trainer:
     def __init__(self, composed: Composed, dataset: Dataset, engine: Engine, folder: RunFolder, console: Console | None) -> None:
         run, ranks = composed.run, engine.ranks
         self.composed, self.dataset, self.engine, self.folder = composed, dataset, engine, folder
+        if run.stage == "dpo":  # before any step, or checkpoint, changes what the engine started from
+            remember_reference(engine, dataset)
         sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
         share = ranks.rank, ranks.world_size, composed.micro_batch_size
         self.loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
@@ -71,7 +74,7 @@ class Trainer:
                 state = self._after_step(state.after_step(self.composed.tokens_per_step), lr, result)
                 interrupted = result.interrupted
                 self.watchdog.beat()
-            text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
+            text = "" if interrupted or not run.generates else sample_text(self.engine, self.dataset, run.sample)
         if run.lora.rank is not None and self.engine.ranks.is_first:
             write_adapter(complete(self.folder.checkpoints)[0], run, self.folder.adapter)
         recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
@@ -89,6 +92,9 @@ class Trainer:
         if not result.interrupted and (last or state.step % run.evaluation.every == 0):
             with recorder.stopwatch.paused():
                 val_loss = self._val_loss = self.validation.loss()
+                recorder.note(self.validation.metrics)
+                if run.sample.every_evaluation and run.generates and not last:
+                    recorder.event(state.step, "sample", f"sample:\n{sample_text(self.engine, self.dataset, run.sample)}")
         verdict = health.observe(state.step, result.loss, result.grad_norm, result.applied, result.loss_scale, val_loss)
         if val_loss is not None or result.interrupted or verdict.severity != "ok" or state.step % run.log_every == 0:
             recorder.metrics(state, lr, result, val_loss, self.engine.slowest_rank())
