@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_gpt.checkpoint.folder import STATE, complete, read_state
 from ds_gpt.checkpoint.shards import ShardReader
 from ds_gpt.config import ConfigError, ModelConfig, Problem
-from ds_gpt.config.run import RunConfig
+from ds_gpt.config.run import DataConfig, RunConfig
 from ds_gpt.config.stage import LoraConfig
 from ds_gpt.engine.state import WEIGHT
 from ds_gpt.model.lora import adapter_weight
@@ -58,6 +58,13 @@ class Initial:
             return weight
         a, b = (self._stored(adapter, self._shards.numel(adapter)) for adapter in adapters)
         return weight + adapter_weight(a.view(lora.rank, -1), b.view(-1, lora.rank), lora.alpha / lora.rank).flatten()
+
+    def __enter__(self) -> Initial:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if "_shards" in self.__dict__:
+            self._shards.close()
 
     @cached_property
     def _shards(self) -> ShardReader:
@@ -130,3 +137,13 @@ def started_from(run: RunConfig, initial: Initial) -> RunConfig:
         data = data.model_copy(update={"tokenizer": str(initial.run_folder / "tokenizer.json")})
     model = ours.model_copy(update={"vocab_size": theirs.vocab_size})
     return run.model_copy(update={"init_from": str(initial.checkpoint.absolute()), "data": data, "model": model})
+
+
+def pretraining_of(initial: Initial) -> DataConfig | None:
+    """The data of the pre-training at the beginning of a chain of runs; None where it is not known."""
+    while initial.facts.get("stage", "pretrain") != "pretrain":
+        if initial.facts.get("init_from") is None:
+            return None
+        initial = initial_at(initial.facts["init_from"])
+    data = DataConfig.model_validate(initial.facts["data"])
+    return data.model_copy(update={"tokenizer": str(initial.run_folder / "tokenizer.json")}) if data.tokenizer == "auto" else data

@@ -103,6 +103,10 @@ class ShardReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
     def parameters(self) -> list[str]:

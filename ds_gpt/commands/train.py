@@ -83,7 +83,8 @@ def train(options: argparse.Namespace) -> None:
         if initial is not None:
             require_intact(initial.checkpoint, ranks)
         engine = Engine(composed, ranks, initial.read if initial else None)
-        trainer = Trainer(composed, dataset, engine, folder, console)
+        pretraining = watched(composed, initial, dataset) if initial is not None else None
+        trainer = Trainer(composed, dataset, engine, folder, console, pretraining)
         state = trainer.resume(checkpoint) if checkpoint else RunState()
         if state.step >= composed.run.training.steps:
             trainer.recorder.say(f"step {state.step} is past training.steps = {composed.run.training.steps}: nothing to do (--set training.steps=N trains on)")
@@ -121,6 +122,24 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial
+
+
+def watched(composed: Composed, initial: Initial, dataset: Dataset) -> Dataset | None:
+    """The data of the pre-training that a tuned model may forget; None where it is not at hand, or there is nothing to watch."""
+    from ds_gpt.checkpoint.initial import pretraining_of
+    from ds_gpt.config import ConfigError
+    from ds_gpt.data import prepare
+
+    run = composed.run
+    data = pretraining_of(initial)
+    if data is None or not run.generates or run.stage == "pretrain" or run.evaluation.pretraining_sequences == 0:
+        return None
+    try:
+        found = prepare(data, run.seed)
+        found.val.evaluation_windows(run.model.context, run.evaluation.pretraining_sequences)
+    except ConfigError:  # its files need not be on this machine
+        return None
+    return found if found.tokenizer.identity == dataset.tokenizer.identity else None
 
 
 def check_lengths(composed: Composed, dataset: Dataset) -> None:

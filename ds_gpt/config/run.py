@@ -141,6 +141,7 @@ class EvaluationConfig(Section):
 
     every: PositiveInt = 500
     sequences: PositiveInt = 256
+    pretraining_sequences: NonNegativeInt = 64  # after pre-training: of its validation windows, to see what is forgotten
 
 
 class SampleConfig(Section):

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.toy import TOYS
 
 Record = dict[str, Any]
 
 
 def records(source: str) -> Iterator[tuple[str, Record]]:
-    """(where it stands, record) of every record of `source`, a JSONL or Parquet file or a glob, in order.
+    """(where it stands, record) of every record of `source`, a JSONL or Parquet file, a glob, or one of `TOYS`, in order.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
     """
+    if source in TOYS:
+        yield from ((f"{source}, record {number}", record) for number, record in enumerate(TOYS[source](), 1))
+        return
     paths = sorted(glob(str(Path(source).expanduser())))
     if not paths:
         raise ConfigError(Problem(f"data.corpus = '{source}' is no file", "its records are what is trained on", "give a .jsonl or .parquet file, or a glob"))

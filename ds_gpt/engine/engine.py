@@ -37,7 +37,7 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
-from ds_gpt.learning.objectives import Measured, objective_of, sequence_log_probs
+from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
 from ds_gpt.model.lora import apply_lora
@@ -227,13 +227,14 @@ class Engine:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
         return self.measure(batches)[0]
 
-    def measure(self, batches: Iterable[tuple[Tensor, ...]]) -> tuple[float, dict[str, float]]:
-        """The same, and what else the objective measures."""
+    def measure(self, batches: Iterable[tuple[Tensor, ...]], objective: Objective | None = None) -> tuple[float, dict[str, float]]:
+        """The same, and what else the objective measures; by default that of the run."""
+        objective = objective or self._objective
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = self._loss(batch)
+                found = objective(self._forward, False, *batch)
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)

@@ -112,12 +112,13 @@ class Shapes:
                     "--set data.attend_across_documents=true, and leave room for them",
                 )
             )  # fmt: skip
-        if composed.run.lora.rank is not None or composed.run.stage in ("dpo", "reward"):
+        if composed.run.lora.rank is not None or composed.run.stage != "pretrain" or not composed.run.generates:
             raise ConfigError(
                 Problem(
-                    f"lora.rank = {composed.run.lora.rank}, stage = {composed.run.stage}",
-                    "the planner knows steps that train every weight on single sequences",
-                    "plan with --set lora.rank=null, an upper bound; or stage=pretrain, of twice the micro-batch for pairs",
+                    f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, lora.rank = {composed.run.lora.rank}",
+                    "the planner knows the pre-training of every weight on next tokens only",
+                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token, for pairs with twice the micro-batch; "
+                    "leave room for masks, T x T a sequence",
                 )
             )
         stage, precision = composed.zero_stage, composed.precision

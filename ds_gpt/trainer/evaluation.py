@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
 from ds_gpt.generation.options import Sampling
 from ds_gpt.learning.loss import IGNORE_INDEX
+from ds_gpt.learning.objectives import next_token
 
 _PROBE_SEQUENCES = 16
 
@@ -48,6 +50,16 @@ class Validation:
         for start in range(0, len(windows), size):
             batch = window_batch(self._split, windows[start : start + size], self._context, IGNORE_INDEX, self._with_documents)
             yield tuple(tensor_BT.to(self._engine.ranks.device) for tensor_BT in batch)
+
+
+def pretraining_loss(dataset: Dataset, engine: Engine) -> float:
+    """Loss of the next token, nats, on text of the pre-training, whatever the run learns now; every rank must call it."""
+    run, ranks = engine.composed.run, engine.ranks
+    windows = rank_share(dataset.val.evaluation_windows(run.model.context, run.evaluation.pretraining_sequences), ranks.rank, ranks.world_size)
+    size = engine.composed.micro_batch_size
+    batches = (window_batch(dataset.val, windows[first : first + size], run.model.context, IGNORE_INDEX) for first in range(0, len(windows), size))
+    on_device = (tuple(tensor_BT.to(ranks.device) for tensor_BT in batch) for batch in batches)
+    return engine.measure(on_device, partial(next_token, run))[0]
 
 
 def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
