@@ -73,6 +73,10 @@ class Chat:
         except jinja2.TemplateError as error:
             raise ValueError(f"the template fails: {error}") from error
 
+    def ask(self, prompt: str) -> str:
+        """What a user says, as text up to where the answer begins. Raises ValueError where the template fails."""
+        return self.render([{"role": "user", "content": prompt}], answer_next=True)
+
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """A conversation, the assistant's messages marked as answers: what the template adds after one belongs to it.
 

@@ -125,7 +125,7 @@ def _framed(chat: Chat, found: list[tuple[str, Record]]) -> Callable[[str], str]
     """How a prompt is put to the model: as the corpus puts it, in a conversation or as it is."""
     record = found[0][1] if found else {}
     if "messages" in record or isinstance(record.get("prompt"), list):
-        return lambda prompt: chat.render([{"role": "user", "content": prompt}], answer_next=True)
+        return chat.ask
     return str
 
 
