@@ -68,16 +68,19 @@ def test_training_commands_run(command: str, tmp_path: Path) -> None:
 
 def test_the_walk_to_an_aligned_model_runs(tmp_path: Path) -> None:
     """Each run starts from the one before; the model is as small as that."""
-    shape = " ".join(setting for setting in _SMALL.split() if "model." in setting or "steps" in setting).replace("context=16", "context=96")
-    small = [argument for setting in f"{shape} logging.tensorboard=false".split() for argument in ("--set", setting)]
+    shape = [setting for setting in _SMALL.split() if "model." in setting or "steps" in setting]
+    settings = [setting.replace("context=16", "context=96") for setting in [*shape, "logging.tensorboard=false"]]
+    small = [argument for setting in settings for argument in ("--set", setting)]
     _run(["ds-gpt", "train", "--run-dir", f"{tmp_path}/quickstart", *small], deadline_s=120)
     for command in WALK:
         arguments = shlex.split(command)
         if arguments[1] == "train":
             stage, before = re.search(r"toy_(\w+)", command)[1], {"sft": "quickstart", "dpo": "toy_sft"}
-            arguments += ["--run-dir", f"{tmp_path}/toy_{stage}", *small, "--set", f"init_from={tmp_path}/{before[stage]}"]
-        output = _run([argument.replace("runs/toy_dpo", f"{tmp_path}/toy_dpo") if arguments[1] == "generate" else argument for argument in arguments], deadline_s=120)
-        assert output.strip()
+            arguments += ["--run-dir", f"{tmp_path}/toy_{stage}", *small]
+            arguments += ["--set", f"init_from={tmp_path}/{before[stage]}"]
+        else:
+            arguments = [argument.replace("runs/", f"{tmp_path}/") for argument in arguments]
+        assert _run(arguments, deadline_s=120).strip()
     last = json.loads((tmp_path / "toy_dpo" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"accuracy", "val_accuracy", "reward_margin", "val_pretraining_loss"} <= last.keys()
     assert (tmp_path / "toy_dpo" / "adapter" / "adapter_model.safetensors").is_file()

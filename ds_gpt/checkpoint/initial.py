@@ -123,11 +123,20 @@ def started_from(run: RunConfig, initial: Initial) -> RunConfig:
     theirs, ours = initial.model, run.model
     problems = [
         Problem(
-            f"model.{key} = {getattr(ours, key)!r}, but the model that init_from = '{run.init_from}' names has {getattr(theirs, key)!r}",
+            f"model.{key} = {getattr(ours, key)!r}, but the model at init_from = '{run.init_from}' has "
+            f"{getattr(theirs, key)!r}",
             "its weights have no place in another model",
             f"set model.{key}: {getattr(theirs, key)}",
         )
-        for key in ("layers", "width", "heads", "context", "hidden_width", "key_heads", *sorted(ModelConfig.model_fields))
+        for key in (
+            "layers",
+            "width",
+            "heads",
+            "context",
+            "hidden_width",
+            "key_heads",
+            *sorted(ModelConfig.model_fields),
+        )
         if key not in _FREE | {"ffn_width", "kv_heads"} and getattr(ours, key) != getattr(theirs, key)
     ]
     if problems:
@@ -146,4 +155,8 @@ def pretraining_of(initial: Initial) -> DataConfig | None:
             return None
         initial = initial_at(initial.facts["init_from"])
     data = DataConfig.model_validate(initial.facts["data"])
-    return data.model_copy(update={"tokenizer": str(initial.run_folder / "tokenizer.json")}) if data.tokenizer == "auto" else data
+    return (
+        data.model_copy(update={"tokenizer": str(initial.run_folder / "tokenizer.json")})
+        if data.tokenizer == "auto"
+        else data
+    )

@@ -153,7 +153,8 @@ def _described(checkpoint: Path, run_folder: Path) -> SavedModel:
     if not run.generates:
         raise ConfigError(
             Problem(
-                f"the model of '{checkpoint}' does not predict the next token (stage: {run.stage}, objective: {run.objective.name})",
+                f"the model of '{checkpoint}' does not predict the next token "
+                f"(stage: {run.stage}, objective: {run.objective.name})",
                 "text can neither be made nor measured with it",
                 "give another run, or the one that it started from",
             )

@@ -118,14 +118,15 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     if initial is not None:
         composed = replace(composed, run=started_from(composed.run, initial))
     dataset = prepare_stage(composed.run)
-    composed = replace(composed, run=with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset)), notes=(*composed.notes, *dataset.notes))
+    run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
+    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes))
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial
 
 
 def watched(composed: Composed, initial: Initial, dataset: Dataset) -> Dataset | None:
-    """The data of the pre-training that a tuned model may forget; None where it is not at hand, or there is nothing to watch."""
+    """The data of the pre-training that a tuned model may forget; None where it is not at hand, or not to be watched."""
     from ds_gpt.checkpoint.initial import pretraining_of
     from ds_gpt.config import ConfigError
     from ds_gpt.data import prepare

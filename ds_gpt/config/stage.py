@@ -1,4 +1,4 @@
-"""The sections of the run YAML that are about what comes after pre-training, or is learned instead of the next token."""
+"""Sections of the run YAML about what comes after pre-training, or is learned in place of the next token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class ObjectiveConfig(Section):
 class ExamplesConfig(Section):
     """How conversations, answers and pairs of answers become sequences; of stages sft, dpo and reward."""
 
-    template: str | None = None  # file of a Jinja chat template; None: "User: ...", "Assistant: ...", a blank line after each
+    template: str | None = (
+        None  # file of a Jinja chat template; None: "User: ...", "Assistant: ...", a blank line after each
+    )
     too_long: Literal["cut", "drop"] = "cut"  # an example longer than model.context; a pair is always dropped
     packing: bool = True  # several examples in a sequence, none of which sees another
 

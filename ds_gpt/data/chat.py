@@ -48,7 +48,11 @@ class Chat:
             _ = chat._compiled
         except (OSError, UnicodeError, jinja2.TemplateError) as error:
             raise ConfigError(
-                Problem(f"examples.template = '{path}' is no template that can be read: {error}", "it turns messages into text", "correct it, or leave it out")
+                Problem(
+                    f"examples.template = '{path}' is no template that can be read: {error}",
+                    "it turns messages into text",
+                    "correct it, or leave it out",
+                )
             ) from error
         return chat
 
@@ -69,7 +73,9 @@ class Chat:
         import jinja2
 
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=answer_next, bos_token="", eos_token="")
+            return self._compiled.render(
+                messages=messages, add_generation_prompt=answer_next, bos_token="", eos_token=""
+            )
         except jinja2.TemplateError as error:
             raise ValueError(f"the template fails: {error}") from error
 
@@ -84,22 +90,29 @@ class Chat:
             ValueError: it has other than messages, or the template does not write one message after the other.
         """
         for message in messages:
-            if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            if not isinstance(message, dict) or not all(
+                isinstance(message.get(key), str) for key in ("role", "content")
+            ):
                 raise ValueError("a message has no 'role' and 'content'")
         found: list[Piece] = []
         text = ""
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            for upto, answer in ((self.render(messages[:number], True), False), (self.render(messages[: number + 1]), True)):
+            for upto, answer in (
+                (self.render(messages[:number], True), False),
+                (self.render(messages[: number + 1]), True),
+            ):
                 if not upto.startswith(text):
-                    raise ValueError("the template changes what it wrote of earlier messages, so that answers cannot be told from the rest")
+                    raise ValueError(
+                        "the template changes what it wrote of earlier messages, so that answers cannot be found"
+                    )
                 found.append((upto[len(text) :], answer))
                 text = upto
         return found
 
     def example(self, pieces: Sequence[Piece]) -> Example:
-        """The pieces as tokens, each tokenized by itself; the last answer ends with the tokenizer's separator if it has one.
+        """The pieces as tokens, each tokenized by itself; the last answer ends with its separator, if it has one.
 
         Raises:
             ConfigError: text that the tokenizer has no ids for.
@@ -109,7 +122,10 @@ class Chat:
             parts.append((np.array([self.tokenizer.separator]), True))
         if not parts:
             return Example(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
-        return Example(np.concatenate([ids for ids, _ in parts]), np.concatenate([np.full(len(ids), answer) for ids, answer in parts]))
+        return Example(
+            np.concatenate([ids for ids, _ in parts]),
+            np.concatenate([np.full(len(ids), answer) for ids, answer in parts]),
+        )
 
 
 def _refuse(message: str) -> None:

@@ -53,7 +53,10 @@ class Corrupted:
         """Inputs and targets, [len(starts), context], and how many tokens at the start of each all others see."""
         corrupt = _mask if self.objective.name == "masked" else _corrupt_spans
         windows = self.split.read(starts, self.context)
-        made = [corrupt(self, window, self._generator(step, int(start))) for window, start in zip(windows, starts, strict=True)]
+        made = [
+            corrupt(self, window, self._generator(step, int(start)))
+            for window, start in zip(windows, starts, strict=True)
+        ]
         return [np.stack(arrays) for arrays in zip(*made, strict=True)]
 
     def count(self, starts: np.ndarray) -> int:
@@ -79,7 +82,9 @@ def masked_tokens(context: int, rate: float) -> int:
     return max(1, round(rate * context))
 
 
-def _mask(corrupted: Corrupted, window: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _mask(
+    corrupted: Corrupted, window: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """BERT's: of the chosen tokens 80% become the mask, 10% any token, 10% stay. Each sees the whole sequence."""
     chosen = generator.choice(len(window), masked_tokens(len(window), corrupted.objective.rate), replace=False)
     targets = np.full(len(window), IGNORED, dtype=np.int64)
@@ -106,8 +111,10 @@ def span_sizes(context: int, objective: ObjectiveConfig) -> tuple[int, int, int]
     raise AssertionError(f"a context of {context} has no room for a span")
 
 
-def _corrupt_spans(corrupted: Corrupted, window: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """T5's (Raffel et al. 2020, section 3.1.4) in one sequence: text with sentinels, then sentinels with what they stand for.
+def _corrupt_spans(
+    corrupted: Corrupted, window: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """T5's (Raffel et al. 2020, section 3.1.4) in one sequence: text with sentinels, then what each stands for.
 
     Kept and corrupted stretches alternate, kept first, their lengths drawn as T5 does. The text with sentinels is a
     prefix that sees itself whole; what follows is predicted from left to right.

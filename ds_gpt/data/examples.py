@@ -28,15 +28,27 @@ def prepare_examples(run: RunConfig) -> Dataset:
     """
     found = [item for part in run.data.parts for item in records(part.corpus)]
     text = [str(value) for _, record in found for value in _strings(record)]
-    tokenizer = choose_tokenizer(run.data.tokenizer, run.data.bpe_vocab_size, lambda: [*text, "UserAssistant: \n"], lambda: text)
+    tokenizer = choose_tokenizer(
+        run.data.tokenizer, run.data.bpe_vocab_size, lambda: [*text, "UserAssistant: \n"], lambda: text
+    )
     chat = Chat.of(tokenizer, run.examples.template)
     said: Counter[str] = Counter()
     fraction = _VAL_FRACTION if run.data.val_fraction == "auto" else run.data.val_fraction
     if run.stage == "sft":
-        examples = [example for where, record in found if (example := _fitted(_example(chat, where, record), run, said)) is not None]
+        examples = [
+            example
+            for where, record in found
+            if (example := _fitted(_example(chat, where, record), run, said)) is not None
+        ]
         divide = divided(len(examples), fraction, run.seed, _what("examples", said))
-        train, val = (packed([examples[index] for index in part], run.model.context, run.examples.packing) for part in divide)
-        notes = (f"{len(examples):,} examples in {len(train.counted) + len(val.counted):,} sequences, {_share(train):.0%} of their tokens are answers", *_notes(said))
+        train, val = (
+            packed([examples[index] for index in part], run.model.context, run.examples.packing) for part in divide
+        )
+        notes = (
+            f"{len(examples):,} examples in {len(train.counted) + len(val.counted):,} sequences",
+            f"{_share(train):.0%} of the tokens are answers",
+            *_notes(said),
+        )
     else:
         pairs = [pair for where, record in found if (pair := _pair(chat, where, record, run, said)) is not None]
         divide = divided(len(pairs), fraction, run.seed, _what("pairs", said))
@@ -89,7 +101,9 @@ def _pair(chat: Chat, where: str, record: Record, run: RunConfig, said: Counter[
     if any(_is_empty(answer) for answer in answers):
         said["with an empty answer, left out"] += 1
         return None
-    chosen, rejected = (chat.example(_explained(where, lambda answer=answer: _answered(chat, prompt, answer))) for answer in answers)
+    chosen, rejected = (
+        chat.example(_explained(where, lambda answer=answer: _answered(chat, prompt, answer))) for answer in answers
+    )
     longest = run.model.context + (run.stage != "reward")
     if max(len(chosen.ids), len(rejected.ids)) > longest:
         said[f"longer than {longest} tokens, left out"] += 1
@@ -106,11 +120,19 @@ def _explained(where: str, make: Callable[[], list[Piece]]) -> list[Piece]:
     try:
         return make()
     except ValueError as error:
-        raise ConfigError(Problem(f"{where}: {error}", "every record is trained on", "mend it, or leave it out")) from error
+        raise ConfigError(
+            Problem(f"{where}: {error}", "every record is trained on", "mend it, or leave it out")
+        ) from error
 
 
 def _unknown(where: str, record: Record, wanted: str) -> ConfigError:
-    return ConfigError(Problem(f"{where} has {', '.join(map(repr, record))}, not {wanted}", "that is what this stage learns from", "rename its fields"))
+    return ConfigError(
+        Problem(
+            f"{where} has {', '.join(map(repr, record))}, not {wanted}",
+            "that is what this stage learns from",
+            "rename its fields",
+        )
+    )
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -85,7 +85,9 @@ class BatchLoader:
             return [tuple(tensor_BT.pin_memory() for tensor_BT in batch) for batch in batches]
 
 
-def window_batch(split: Split | Rows | Corrupted, starts: np.ndarray, context: int, ignore_index: int, with_documents: bool = False) -> Batch:
+def window_batch(
+    split: Split | Rows | Corrupted, starts: np.ndarray, context: int, ignore_index: int, with_documents: bool = False
+) -> Batch:
     """A batch on the CPU for windows that begin at `starts`, B = len(starts), T = `context`.
 
     Start -1 is padding: a row of token 0 whose targets are all `ignore_index`, so that it adds nothing to a loss.
@@ -99,7 +101,9 @@ def window_batch(split: Split | Rows | Corrupted, starts: np.ndarray, context: i
     return batch
 
 
-def _batch(split: Split | Rows | Corrupted, starts: np.ndarray, context: int, with_documents: bool, step: int = 0) -> Batch:
+def _batch(
+    split: Split | Rows | Corrupted, starts: np.ndarray, context: int, with_documents: bool, step: int = 0
+) -> Batch:
     if not isinstance(split, Split):
         return tuple(torch.from_numpy(array) for array in split.batch(starts, step))
     windows = torch.from_numpy(split.read(starts, context + 1))

@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 def records(source: str) -> Iterator[tuple[str, Record]]:
-    """(where it stands, record) of every record of `source`, a JSONL or Parquet file, a glob, or one of `TOYS`, in order.
+    """(where it stands, record) of every record of `source`: JSONL or Parquet files, or one of `TOYS`; in order.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -25,7 +25,13 @@ def records(source: str) -> Iterator[tuple[str, Record]]:
         return
     paths = sorted(glob(str(Path(source).expanduser())))
     if not paths:
-        raise ConfigError(Problem(f"data.corpus = '{source}' is no file", "its records are what is trained on", "give a .jsonl or .parquet file, or a glob"))
+        raise ConfigError(
+            Problem(
+                f"data.corpus = '{source}' is no file",
+                "its records are what is trained on",
+                "give a .jsonl or .parquet file, or a glob",
+            )
+        )
     for path in paths:
         yield from _of_parquet(path) if path.endswith(".parquet") else _of_lines(path)
 

@@ -1,4 +1,4 @@
-"""Sequences of a fixed number, each whole by itself: examples, conversations, pairs. They stand in a `Split`'s place."""
+"""A fixed number of sequences, each whole by itself: examples, conversations, pairs. They stand in for a `Split`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Rows:
     def batch(self, rows: np.ndarray, step: int) -> list[np.ndarray]:
         """What the objective takes of these rows, the same at every step."""
         found = [array[rows] for array in self.arrays]
-        return [array.reshape(-1, array.shape[-1]) if place < 2 and self.flat == 2 else array for place, array in enumerate(found)]
+        return [
+            array.reshape(-1, array.shape[-1]) if place < 2 and self.flat == 2 else array
+            for place, array in enumerate(found)
+        ]
 
     def count(self, rows: np.ndarray) -> int:
         """What a step of these rows counts."""
@@ -86,7 +89,8 @@ class Example:
 
 
 def packed(examples: Sequence[Example], context: int, packing: bool) -> Rows:
-    """Rows of `context` tokens for supervised fine-tuning: inputs, targets, documents and positions, [rows, context] each.
+    """Rows of `context` tokens for supervised fine-tuning: inputs, targets, documents and positions, each
+    [rows, context].
 
     Only an answer's tokens are targets. Every example is a document whose positions begin at 0, and so is the padding.
     """
@@ -108,7 +112,7 @@ def packed(examples: Sequence[Example], context: int, packing: bool) -> Rows:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which of `lengths` share a row of `room`: the longest first, each into the fullest row that still has room for it.
+    """Which of `lengths` share a row of `room`: the longest first, each into the fullest row with room for it.
 
     Best-fit decreasing (Johnson 1973) needs at most 11/9 of the fewest rows, and one more. None may exceed `room`.
     """
@@ -133,8 +137,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 def paired(pairs: Sequence[tuple[Example, Example]], whole: bool) -> Rows:
     """Rows of pairs, the preferred answer first: inputs and targets [pairs, 2, longest].
 
-    `whole`: for a reward model, which reads every token and has one target, at the last. Otherwise the targets are those
-    of the answers, and there is room for reference log-probabilities, [pairs, 2].
+    `whole`: for a reward model, which reads every token and has one target, at the last. Otherwise the targets are
+    those of the answers, and there is room for reference log-probabilities, [pairs, 2].
     """
     longest = max(example.length for pair in pairs for example in pair) + whole
     inputs = np.zeros((len(pairs), 2, longest), dtype=np.int64)
@@ -154,7 +158,13 @@ def paired(pairs: Sequence[tuple[Example, Example]], whole: bool) -> Rows:
 def divided(count: int, val_fraction: float, seed: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     """Which of `count` are trained on and which are validated on, drawn by `seed`. Raises ConfigError for too few."""
     if count < 2:
-        raise ConfigError(Problem(f"data.corpus has {count} usable {what}", "one is validated on, the others are trained on", "give more of them"))
+        raise ConfigError(
+            Problem(
+                f"data.corpus has {count} usable {what}",
+                "one is validated on, the others are trained on",
+                "give more of them",
+            )
+        )
     order = np.random.default_rng([seed, _ORDER]).permutation(count)
     held_out = min(count - 1, max(1, round(count * val_fraction)))
     return np.sort(order[held_out:]), np.sort(order[:held_out])

@@ -17,7 +17,8 @@ def prepare_stage(run: RunConfig) -> Dataset:
     if run.objective.name != "next_token" and (run.stage != "pretrain" or not run.data.attend_across_documents):
         raise ConfigError(
             Problem(
-                f"objective.name = '{run.objective.name}' with stage = '{run.stage}', data.attend_across_documents = {run.data.attend_across_documents}",
+                f"objective.name = '{run.objective.name}' with stage = '{run.stage}', "
+                f"data.attend_across_documents = {run.data.attend_across_documents}",
                 "whole windows of text are corrupted, and only in pre-training",
                 "set objective.name: next_token, or stage: pretrain and data.attend_across_documents: true",
             )

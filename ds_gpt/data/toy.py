@@ -1,4 +1,4 @@
-"""Two corpora that need no file: questions with answers in two styles, and pairs in which the short answer is preferred."""
+"""Two corpora that need no file: questions with answers in two styles, and pairs that prefer the short ones."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ class Engine:
         import deepspeed
 
         for name, parameter in self.model.named_parameters():
-            gathered = deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=self.composed.zero_stage == 3)
-            with gathered, torch.no_grad():
-                if self.composed.zero_stage < 3 or self.ranks.is_first:
+            whole = self.composed.zero_stage < 3
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=not whole), torch.no_grad():
+                if whole or self.ranks.is_first:
                     parameter.copy_(read(name, parameter.numel()).view(parameter.shape))
 
     def step(
@@ -175,7 +175,8 @@ class Engine:
         names, sums = _summed(measured)
         total, tokens, asked, *others = self.ranks.sum(torch.stack([loss_sum, counted, flag, *sums]))
         metrics = {name: other / tokens for name, other in zip(names, others, strict=True)}
-        return StepResult(total / tokens, self._grad_norm(), self.deepspeed.was_step_applied(), self._loss_scale(), asked > 0, metrics)
+        applied = self.deepspeed.was_step_applied()
+        return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
         return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
@@ -227,7 +228,9 @@ class Engine:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
         return self.measure(batches)[0]
 
-    def measure(self, batches: Iterable[tuple[Tensor, ...]], objective: Objective | None = None) -> tuple[float, dict[str, float]]:
+    def measure(
+        self, batches: Iterable[tuple[Tensor, ...]], objective: Objective | None = None
+    ) -> tuple[float, dict[str, float]]:
         """The same, and what else the objective measures; by default that of the run."""
         objective = objective or self._objective
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)

@@ -1,7 +1,7 @@
 """What a run minimizes: of each stage, from a batch to a loss.
 
-An objective is called with the model's forward pass, whether it is training, and the tensors of a batch. It returns sums,
-so that a mean over micro-batches and ranks weighs alike all that is counted: tokens, or pairs of answers.
+An objective is called with the model's forward pass, whether it is training, and the tensors of a batch. It returns
+sums, so that a mean over micro-batches and ranks weighs alike all that is counted: tokens, or pairs of answers.
 """
 
 from __future__ import annotations
@@ -51,14 +51,29 @@ def objective_of(run: RunConfig) -> Objective:
 
 
 def next_token(
-    run: RunConfig, forward: Forward, training: bool, inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None
+    run: RunConfig,
+    forward: Forward,
+    training: bool,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    documents_BT: Tensor | None = None,
 ) -> Measured:
     """Cross-entropy of every next token. With `documents_BT` a token sees its own document only."""
-    return Measured(*forward(inputs_BT, loss=_cross_entropy(run, training, targets_BT), documents_BT=documents_BT), targets_BT.numel())
+    return Measured(
+        *forward(inputs_BT, loss=_cross_entropy(run, training, targets_BT), documents_BT=documents_BT),
+        targets_BT.numel(),
+    )
 
 
 def answers(
-    run: RunConfig, forward: Forward, training: bool, inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor, share: Tensor | int = 1
+    run: RunConfig,
+    forward: Forward,
+    training: bool,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    documents_BT: Tensor,
+    positions_BT: Tensor,
+    share: Tensor | int = 1,
 ) -> Measured:
     """Cross-entropy of answers alone: all other targets are ignored. Each of the packed examples is a document."""
     loss = _cross_entropy(run, training, targets_BT)
@@ -66,19 +81,31 @@ def answers(
 
 
 def corrupted(
-    run: RunConfig, forward: Forward, training: bool, inputs_BT: Tensor, targets_BT: Tensor, prefix_B: Tensor, share: Tensor | int = 1
+    run: RunConfig,
+    forward: Forward,
+    training: bool,
+    inputs_BT: Tensor,
+    targets_BT: Tensor,
+    prefix_B: Tensor,
+    share: Tensor | int = 1,
 ) -> Measured:
     """Cross-entropy of what was corrupted, the first `prefix_B` tokens seen by all."""
     return Measured(*forward(inputs_BT, loss=_cross_entropy(run, training, targets_BT), prefix_B=prefix_B), share)
 
 
 def preference(
-    run: RunConfig, forward: Forward, training: bool, inputs_NT: Tensor, targets_NT: Tensor, reference_B2: Tensor, share: Tensor | int = 1
+    run: RunConfig,
+    forward: Forward,
+    training: bool,
+    inputs_NT: Tensor,
+    targets_NT: Tensor,
+    reference_B2: Tensor,
+    share: Tensor | int = 1,
 ) -> Measured:
-    """Direct preference optimization (Rafailov et al. 2023, equation 7), with label smoothing as in cDPO (Mitchell 2023).
+    """Direct preference optimization (Rafailov et al. 2023, equation 7), label smoothing as in cDPO (Mitchell 2023).
 
-    The N = 2B sequences are pairs, the preferred answer first. `reference_B2` are log-probabilities of the answers under
-    the model that the run started from. A pair without targets is padding.
+    The N = 2B sequences are pairs, the preferred answer first. `reference_B2` are log-probabilities of the answers
+    under the model that the run started from. A pair without targets is padding.
     """
     beta, smoothing = run.preference.beta, run.preference.label_smoothing
     log_probs_B2 = forward(inputs_NT, loss=partial(sequence_log_probs, targets=targets_NT)).view(-1, 2)
@@ -89,7 +116,9 @@ def preference(
     return _over_pairs(loss_B, margin_B, targets_NT, share, metrics)
 
 
-def reward(run: RunConfig, forward: Forward, training: bool, inputs_NT: Tensor, targets_NT: Tensor, share: Tensor | int = 1) -> Measured:
+def reward(
+    run: RunConfig, forward: Forward, training: bool, inputs_NT: Tensor, targets_NT: Tensor, share: Tensor | int = 1
+) -> Measured:
     """Pairwise loss of a reward model (Ouyang et al. 2022, equation 1): -log sigmoid(preferred - other).
 
     The N = 2B sequences are pairs, the preferred answer first. The reward of a sequence is the head's number at its one
@@ -112,12 +141,18 @@ def sequence_log_probs(x_BTD: Tensor, weight: Tensor, targets: Tensor) -> Tensor
     return of_targets.masked_fill(targets == IGNORE_INDEX, 0).sum(dim=-1)
 
 
-def _cross_entropy(run: RunConfig, training: bool, targets_BT: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _cross_entropy(
+    run: RunConfig, training: bool, targets_BT: Tensor
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     smoothing = run.loss.label_smoothing if training else 0.0
-    return partial(linear_cross_entropy_sum, targets=targets_BT, label_smoothing=smoothing, chunk_tokens=run.loss_chunk_tokens)
+    return partial(
+        linear_cross_entropy_sum, targets=targets_BT, label_smoothing=smoothing, chunk_tokens=run.loss_chunk_tokens
+    )
 
 
-def _over_pairs(loss_B: Tensor, margin_B: Tensor, targets_NT: Tensor, share: Tensor | int, metrics: dict[str, Tensor]) -> Measured:
+def _over_pairs(
+    loss_B: Tensor, margin_B: Tensor, targets_NT: Tensor, share: Tensor | int, metrics: dict[str, Tensor]
+) -> Measured:
     real_B = (targets_NT != IGNORE_INDEX).any(dim=-1).view(-1, 2).all(dim=-1)
     metrics = {"reward_margin": margin_B, "accuracy": (margin_B > 0).float(), **metrics}
     sums = {name: values_B.masked_fill(~real_B, 0).sum() for name, values_B in metrics.items()}

@@ -54,7 +54,7 @@ class Adapted(nn.Module):
 
 
 def adapter_weight(lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """What an adapter adds to the weight of its map, (outputs, inputs): alpha / rank x B A, equation 3 and section 4.1."""
+    """What an adapter adds to the weight of its map, (outputs, inputs): alpha / rank x B A (section 4.1)."""
     return scale * (lora_B @ lora_A)
 
 
@@ -72,7 +72,11 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
     """
     if config.rank is None:
         return
-    maps = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.startswith("blocks.")}
+    maps = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
     _check_targets(config, list(maps))
     model.requires_grad_(False)
     for name, base in maps.items():

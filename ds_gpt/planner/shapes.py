@@ -115,9 +115,10 @@ class Shapes:
         if composed.run.lora.rank is not None or composed.run.stage != "pretrain" or not composed.run.generates:
             raise ConfigError(
                 Problem(
-                    f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, lora.rank = {composed.run.lora.rank}",
+                    f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, "
+                    f"lora.rank = {composed.run.lora.rank}",
                     "the planner knows the pre-training of every weight on next tokens only",
-                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token, for pairs with twice the micro-batch; "
+                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token (pairs: of twice the micro-batch); "
                     "leave room for masks, T x T a sequence",
                 )
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -28,7 +28,8 @@ FIRST_STEPS = 20  # a large model's gradients may be large in them, and its spee
 def diagnose(history: History) -> list[Finding]:
     """Everything worth saying, the gravest first; an empty list where nothing is wrong."""
     checks: tuple[Callable[[History], Iterator[Finding]], ...] = (
-        _non_finite, _loss_scale, _learning, _guessing, _spikes, _overfitting, _plateau, _gradients, _learning_rate, _throughput, _stragglers, _rollbacks, _validation, _forgetting,
+        _non_finite, _loss_scale, _learning, _guessing, _spikes, _overfitting, _plateau, _gradients, _learning_rate, _throughput, _stragglers, _rollbacks, _validation,
+        _forgetting,
     )  # fmt: skip
     findings = [finding for check in checks for finding in check(history)]
     findings += _unlogged(history, findings)
@@ -323,9 +324,11 @@ def _validation(history: History) -> Iterator[Finding]:
 
 
 def _forgetting(history: History) -> Iterator[Finding]:
-    """What a tuned model has lost of its pre-training: the usual sign of a learning rate that is too high for tuning."""
+    """What a tuned model has lost of its pre-training: its learning rate is too high for tuning."""
     losses, before = history.column("val_pretraining_loss"), history.column("pretraining_loss_before")
     known, start = np.flatnonzero(np.isfinite(losses)), before[np.isfinite(before)]
     if len(known) and len(start) and losses[known[-1]] > start[0] + DIVERGED:
-        what = f"it forgets: loss on the text of its pre-training was {start[0]:.5g} and is {losses[known[-1]]:.5g} at step {history.steps[known[-1]]}"
-        yield Finding("forgetting", "warning", what, "lower optimizer.lr (a tenth), fewer steps, or lora, if it is to keep what it knew")
+        now = f"{losses[known[-1]]:.5g} at step {history.steps[known[-1]]}"
+        what = f"it forgets: loss on the text of its pre-training was {start[0]:.5g} and is {now}"
+        remedy = "lower optimizer.lr (a tenth), fewer steps, or lora, if it is to keep what it knew"
+        yield Finding("forgetting", "warning", what, remedy)

@@ -53,11 +53,13 @@ class Validation:
 
 
 def pretraining_loss(dataset: Dataset, engine: Engine) -> float:
-    """Loss of the next token, nats, on text of the pre-training, whatever the run learns now; every rank must call it."""
+    """Loss of the next token, nats, on text of the pre-training, whatever is learned now; every rank must call it."""
     run, ranks = engine.composed.run, engine.ranks
-    windows = rank_share(dataset.val.evaluation_windows(run.model.context, run.evaluation.pretraining_sequences), ranks.rank, ranks.world_size)
-    size = engine.composed.micro_batch_size
-    batches = (window_batch(dataset.val, windows[first : first + size], run.model.context, IGNORE_INDEX) for first in range(0, len(windows), size))
+    context, size = run.model.context, engine.composed.micro_batch_size
+    windows = dataset.val.evaluation_windows(context, run.evaluation.pretraining_sequences)
+    windows = rank_share(windows, ranks.rank, ranks.world_size)
+    starts = (windows[first : first + size] for first in range(0, len(windows), size))
+    batches = (window_batch(dataset.val, some, context, IGNORE_INDEX) for some in starts)
     on_device = (tuple(tensor_BT.to(ranks.device) for tensor_BT in batch) for batch in batches)
     return engine.measure(on_device, partial(next_token, run))[0]
 

@@ -44,7 +44,13 @@ class Trainer:
     """Everything one rank needs to train. Every rank has one; only rank 0's writes and prints."""
 
     def __init__(
-        self, composed: Composed, dataset: Dataset, engine: Engine, folder: RunFolder, console: Console | None, pretraining: Dataset | None = None
+        self,
+        composed: Composed,
+        dataset: Dataset,
+        engine: Engine,
+        folder: RunFolder,
+        console: Console | None,
+        pretraining: Dataset | None = None,
     ) -> None:
         run, ranks = composed.run, engine.ranks
         self.composed, self.dataset, self.engine, self.folder = composed, dataset, engine, folder

@@ -51,7 +51,11 @@ def validation_data(saved: SavedModel, corpus: str | None) -> Dataset:
     data = saved.run.data
     if corpus is None and saved.run.stage != "pretrain":
         raise ConfigError(
-            Problem(f"the run of '{saved.checkpoint}' learned from examples, not from text (stage: {saved.run.stage})", "text is what is measured here", "give text: --corpus FILE")
+            Problem(
+                f"the run of '{saved.checkpoint}' learned from examples, not from text (stage: {saved.run.stage})",
+                "text is what is measured here",
+                "give text: --corpus FILE",
+            )
         )
     if corpus is not None:
         tokenizer = saved.checkpoint.absolute().parent.parent / "tokenizer.json"

@@ -103,7 +103,12 @@ def test_a_prefix_sees_itself_and_the_rest_sees_what_is_before(settings: tuple[s
 
 
 def test_the_vocabulary_grows_and_other_stages_are_refused() -> None:
-    settings = ["data.corpus=synthetic", "data.synthetic.vocab_size=16", "data.synthetic.tokens=5000", "objective.name=masked"]
+    settings = [
+        "data.corpus=synthetic",
+        "data.synthetic.vocab_size=16",
+        "data.synthetic.tokens=5000",
+        "objective.name=masked",
+    ]
     run = tiny("zero1", 1, settings).run
     dataset = prepare_stage(run)
     assert isinstance(dataset.train, Corrupted) and needed_vocabulary(run, dataset) == 17
@@ -117,7 +122,12 @@ K = 8  # a corpus of pairs: any of K tokens, then the one of K others that belon
 
 def paired_dataset() -> Dataset:
     first = np.random.default_rng(5).integers(0, K, 400_000)
-    return Dataset.cut(np.stack([first, K + (first * 3 + 1) % K], axis=1).reshape(-1).astype(np.uint16), 0.1, SyntheticTokenizer(2 * K), "pairs")
+    return Dataset.cut(
+        np.stack([first, K + (first * 3 + 1) % K], axis=1).reshape(-1).astype(np.uint16),
+        0.1,
+        SyntheticTokenizer(2 * K),
+        "pairs",
+    )
 
 
 def masked_bound(chosen: float) -> float:
@@ -131,7 +141,9 @@ def masked_bound(chosen: float) -> float:
     likelihood = np.zeros((K, len(shown), len(shown)))  # token, seen in its place, seen in its partner's
     for token in range(K):
         own = np.array([p + 0.1 * (seen == token) for seen, p in shown.items()])
-        partner = np.array([chosen * (p + 0.1 * (seen == token)) + (1 - chosen) * (seen == token) for seen, p in shown.items()])
+        partner = np.array(
+            [chosen * (p + 0.1 * (seen == token)) + (1 - chosen) * (seen == token) for seen, p in shown.items()]
+        )
         likelihood[token] = own[:, None] * partner[None, :]
     posterior = likelihood / likelihood.sum(axis=0)
     return float(-(likelihood * np.log(np.where(likelihood > 0, posterior, 1))).sum() / K)
@@ -141,14 +153,24 @@ def learned(ranks: Any) -> float:
     """Loss on windows that were not trained on. All windows begin with a pair's first token: one epoch is one cut."""
     from ds_gpt.engine.engine import Engine
 
-    settings = ["model.context=8", "model.heads=2", "model.layers=1", "model.vocab_size=17", "batch.global_batch_size=128", "objective.name=masked", "objective.rate=0.25"]
+    settings = [
+        "model.context=8",
+        "model.heads=2",
+        "model.layers=1",
+        "model.vocab_size=17",
+        "batch.global_batch_size=128",
+        "objective.name=masked",
+        "objective.rate=0.25",
+    ]
     composed = tiny("zero1", ranks.world_size, settings)
     train = Corrupted(paired_dataset().train, composed.run.objective, 8, 2 * K, composed.run.seed)
     engine, sampler = Engine(composed, ranks), train.sampler(8, 128, 1)
     loader = BatchLoader(train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, "cpu")
     for step in range(STEPS):
         engine.step(step, loader.load(step), 0.006 * min(1, (STEPS - step) / 200))
-    loss = engine.evaluate([window_batch(train, sampler.windows(step), 8, IGNORE_INDEX) for step in range(STEPS + 100, STEPS + 140)])
+    loss = engine.evaluate(
+        [window_batch(train, sampler.windows(step), 8, IGNORE_INDEX) for step in range(STEPS + 100, STEPS + 140)]
+    )
     loader.close()
     engine.close()
     return loss
@@ -177,4 +199,6 @@ def test_the_objective_scores_targets_alone() -> None:
         logits = model(inputs, prefix_B=prefix)
         counted = targets != IGNORE_INDEX
         assert not counted[1].any() and found.counted == counted.sum() == source.count(np.array([3, 90]))
-        torch.testing.assert_close(found.loss_sum, torch.nn.functional.cross_entropy(logits[counted], targets[counted], reduction="sum"))
+        torch.testing.assert_close(
+            found.loss_sum, torch.nn.functional.cross_entropy(logits[counted], targets[counted], reduction="sum")
+        )

@@ -17,7 +17,14 @@ from ds_gpt.config import ConfigError
 from ds_gpt.model.gpt import GPT
 
 SHORT = [*RUN, "training.steps=4", "evaluation.every=4"]
-ADAPTERS = [*SHORT, "lora.rank=2", "lora.targets=[qkv, down]", "optimizer.lr=0.1", "schedule.name=constant", "schedule.warmup_steps=0"]
+ADAPTERS = [
+    *SHORT,
+    "lora.rank=2",
+    "lora.targets=[qkv, down]",
+    "optimizer.lr=0.1",
+    "schedule.name=constant",
+    "schedule.warmup_steps=0",
+]
 
 
 def run(ranks: Any, deepspeed: str, overrides: list[str], run_dir: Path, init_from: Path | None) -> float:
@@ -102,7 +109,12 @@ def test_the_checkpoint_that_is_started_from_is_pinned(runs: tuple[Path, dict[st
     text = (folder / "adapters" / "run.yaml").read_text()
     assert f"init_from: {folder / 'base' / 'checkpoints' / 'step_0000004'}" in text
     assert f"tokenizer: {folder / 'base' / 'tokenizer.json'}" in text
-    sizes = {name: sum(path.stat().st_size for path in (folder / name / "checkpoints" / "step_0000004").glob("*.safetensors")) for name in ("base", "adapters")}
+    sizes = {
+        name: sum(
+            path.stat().st_size for path in (folder / name / "checkpoints" / "step_0000004").glob("*.safetensors")
+        )
+        for name in ("base", "adapters")
+    }
     assert sizes["adapters"] < sizes["base"] / 5, "the frozen weights are not saved again"
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from forked_ranks import run_ranks
 from saving import load_and_train, train_and_save
-from tiny import CONFIGS, tiny, train_curve, whole_batch
+from tiny import tiny, train_curve, whole_batch
 
-from ds_gpt.config import ConfigError, Hardware
+from ds_gpt.config import ConfigError
 from ds_gpt.config.stage import LoraConfig
 from ds_gpt.model.gpt import GPT
 from ds_gpt.model.lora import adapted, apply_lora, merge, unmerge
@@ -76,7 +76,10 @@ def reference() -> list[tuple[float, float]]:
     torch.manual_seed(run.seed)
     model = GPT(run.model)
     apply_lora(model, run.lora)  # draws A; nothing else of it is used
-    matrices = {name: (m.base.weight.detach(), m.lora_A.weight.detach().clone(), m.lora_B.weight.detach().clone()) for name, m in adapted(model)}
+    matrices = {
+        name: (m.base.weight.detach(), m.lora_A.weight.detach().clone(), m.lora_B.weight.detach().clone())
+        for name, m in adapted(model)
+    }
     torch.manual_seed(run.seed)
     plain = GPT(run.model)
     trained = [matrix.requires_grad_() for _, a, b in matrices.values() for matrix in (a, b)]
@@ -113,7 +116,10 @@ def test_every_stage_reproduces_the_formula(world_size: int) -> None:
     for curve in found[0]:
         for (loss, norm), (wanted_loss, wanted_norm) in zip(curve, expected, strict=True):
             assert math.isclose(loss, wanted_loss, rel_tol=1e-5), (curve, expected)
-            assert math.isclose(norm, wanted_norm, rel_tol=1e-4), (curve, expected)  # B is small: B A and (x A) B round apart
+            assert math.isclose(norm, wanted_norm, rel_tol=1e-4), (
+                curve,
+                expected,
+            )  # B is small: B A and (x A) B round apart
 
 
 def test_resumed_bit_for_bit_and_only_adapters_are_saved(tmp_path: Path) -> None:

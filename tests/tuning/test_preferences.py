@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from forked_ranks import run_ranks
 from made_examples import composed, pairs, write
 from test_sft import settled
@@ -91,7 +90,12 @@ def test_bad_pairs_are_counted_and_left_out(tmp_path: Path) -> None:
         {"prompt": "1", "chosen": "2" * 60, "rejected": "2"},
     ]
     dataset = prepare_stage(composed("dpo", write(tmp_path / "a.jsonl", [*bad, *pairs()[:5], *bad[:1]])).run)
-    assert dataset.notes == ("5 pairs", "2 with identical answers, left out", "1 with an empty answer, left out", "1 longer than 49 tokens, left out")
+    assert dataset.notes == (
+        "5 pairs",
+        "2 with identical answers, left out",
+        "1 with an empty answer, left out",
+        "1 longer than 49 tokens, left out",
+    )
     with pytest.raises(ConfigError, match="has 0 usable pairs; 1 with identical answers(.|\n)*give more of them"):
         prepare_stage(composed("dpo", write(tmp_path / "b.jsonl", bad[:1])).run)
     with pytest.raises(ConfigError, match="has 'text', not 'prompt', 'chosen' and 'rejected'"):
@@ -107,13 +111,24 @@ def test_a_reward_is_the_heads_number_at_the_last_token(corpus: Path) -> None:
         texts = [dataset.tokenizer.decode(inputs[2 * row + side]).split("\n")[0] + "\n" for side in (0, 1)]
         record = next(record for record in pairs() if texts[0].startswith(record["prompt"]))
         assert texts == [f"{record['prompt']}{record[side]}\n" for side in ("chosen", "rejected")]
-        scores = [model(torch.from_numpy(dataset.tokenizer.encode(text).astype(np.int64))[None])[0, -1, 0] for text in texts]
+        scores = [
+            model(torch.from_numpy(dataset.tokenizer.encode(text).astype(np.int64))[None])[0, -1, 0] for text in texts
+        ]
         losses.append(-torch.log(torch.sigmoid(scores[0] - scores[1])))
     found = objective_of(run)(model, True, inputs, targets)
     torch.testing.assert_close(found.loss_sum, torch.stack(losses).sum(), rtol=1e-5, atol=1e-6)
 
 
-TRAINING = ["model.layers=2", "model.width=64", "schedule.name=constant", "schedule.warmup_steps=0", "evaluation.every=30", "logging.every=10", "logging.tensorboard=false", "training.steps=90"]
+TRAINING = [
+    "model.layers=2",
+    "model.width=64",
+    "schedule.name=constant",
+    "schedule.warmup_steps=0",
+    "evaluation.every=30",
+    "logging.every=10",
+    "logging.tensorboard=false",
+    "training.steps=90",
+]
 
 
 def trained(ranks: Any, corpus: Path, folder: Path) -> None:
@@ -121,7 +136,10 @@ def trained(ranks: Any, corpus: Path, folder: Path) -> None:
     from ds_gpt.trainer.loop import Trainer
     from ds_gpt.trainer.run_folder import RunFolder
 
-    for stage, deepspeed, settings in (("dpo", "zero2", ["optimizer.lr=0.001", "preference.beta=0.5"]), ("reward", "zero3", ["optimizer.lr=0.002"])):
+    for stage, deepspeed, settings in (
+        ("dpo", "zero2", ["optimizer.lr=0.001", "preference.beta=0.5"]),
+        ("reward", "zero3", ["optimizer.lr=0.002"]),
+    ):
         case = composed(stage, corpus, [*TRAINING, *settings], deepspeed, ranks.world_size)
         run, dataset = settled(case.run)
         case = replace(case, run=run)
@@ -140,4 +158,6 @@ def test_a_toy_preference_is_learned_and_holds_for_pairs_that_were_not_trained_o
         assert last["accuracy"] >= 0.95 and last["val_accuracy"] >= 0.95, last
         assert last["reward_margin"] > 1 and last["loss"] < 0.4
         if stage == "dpo":
-            assert last["reward_chosen"] - last["reward_rejected"] == pytest.approx(last["reward_margin"], rel=1e-4, abs=1e-4)
+            assert last["reward_chosen"] - last["reward_rejected"] == pytest.approx(
+                last["reward_margin"], rel=1e-4, abs=1e-4
+            )

@@ -47,7 +47,9 @@ def test_only_answers_are_targets(tmp_path: Path) -> None:
             text = dataset.tokenizer.decode(inputs[row][mine])
             question, answer = text.removeprefix("User: ").split("\n\nAssistant: ")
             counted = targets[row][mine][targets[row][mine] != IGNORED]
-            assert dataset.tokenizer.decode(counted) == f"{eval(question)}\n\n\n", "the end of the answer is learned too"
+            assert dataset.tokenizer.decode(counted) == f"{eval(question)}\n\n\n", (
+                "the end of the answer is learned too"
+            )
             assert positions[row][mine].tolist() == list(range(len(text)))
             learned.add(question)
     assert len(learned) == 90 and learned < set(ASKED)
@@ -58,21 +60,31 @@ def test_only_answers_are_targets(tmp_path: Path) -> None:
 def test_parquet_prompt_and_completion_give_the_same_as_jsonl(tmp_path: Path) -> None:
     rows = [{"prompt": f"{asked}=", "completion": str(eval(asked))} for asked in ASKED]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = [prepare_stage(composed("sft", path).run) for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", rows))]
+    found = [
+        prepare_stage(composed("sft", path).run) for path in (tmp_path / "a.parquet", write(tmp_path / "a.jsonl", rows))
+    ]
     assert found[0].digest == found[1].digest
     chats = conversations()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "b.parquet")
-    found = [prepare_stage(composed("sft", path).run) for path in (tmp_path / "b.parquet", write(tmp_path / "b.jsonl", chats))]
+    found = [
+        prepare_stage(composed("sft", path).run)
+        for path in (tmp_path / "b.parquet", write(tmp_path / "b.jsonl", chats))
+    ]
     assert found[0].digest == found[1].digest
 
 
 def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
     long_answer, long_prompt = {"prompt": "1", "completion": "2" * 60}, {"prompt": "1" * 60, "completion": "2"}
-    corpus = write(tmp_path / "a.jsonl", [*({"prompt": "1", "completion": "23"} for _ in range(6)), long_answer, long_answer, long_prompt])
+    corpus = write(
+        tmp_path / "a.jsonl",
+        [*({"prompt": "1", "completion": "23"} for _ in range(6)), long_answer, long_answer, long_prompt],
+    )
     notes = prepare_stage(composed("sft", corpus).run).notes
     assert notes[0].startswith("8 examples in ")
     assert notes[1:] == ("2 longer than 49 tokens, cut there", "1 without an answer that could be learned, left out")
-    assert prepare_stage(composed("sft", corpus, ["examples.too_long=drop"]).run).notes[1:] == ("3 longer than 49 tokens, left out",)
+    assert prepare_stage(composed("sft", corpus, ["examples.too_long=drop"]).run).notes[1:] == (
+        "3 longer than 49 tokens, left out",
+    )
 
 
 def test_best_fit_fills_rows() -> None:
@@ -90,13 +102,24 @@ def test_packed_equals_unpacked(tmp_path: Path, positions: str) -> None:
     corpus = write(tmp_path / "chat.jsonl", conversations())
     results = []
     for packing in ("true", "false"):
-        run, dataset = settled(composed("sft", corpus, [f"examples.packing={packing}", f"model.positions={positions}", "model.context=96"]).run)
+        run, dataset = settled(
+            composed(
+                "sft", corpus, [f"examples.packing={packing}", f"model.positions={positions}", "model.context=96"]
+            ).run
+        )
         torch.manual_seed(2)
         model = GPT(run.model)
         rows = np.arange(len(dataset.train.counted))
         found = objective_of(run)(model, True, *window_batch(dataset.train, rows, run.model.context, IGNORE_INDEX))
         (found.loss_sum / found.counted).backward()
-        results.append((len(rows), found.loss_sum, found.counted, {name: parameter.grad for name, parameter in model.named_parameters()}))
+        results.append(
+            (
+                len(rows),
+                found.loss_sum,
+                found.counted,
+                {name: parameter.grad for name, parameter in model.named_parameters()},
+            )
+        )
     (packed, loss, counted, gradients), (alone, other_loss, other_counted, others) = results
     assert packed < alone / 1.8 and counted == other_counted
     torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=0)
@@ -109,7 +132,9 @@ def test_tokens_outside_of_the_answer_have_no_gradient(tmp_path: Path) -> None:
     inputs, targets, documents, positions = window_batch(dataset.train, np.arange(3), run.model.context, IGNORE_INDEX)
     logits = torch.randn(*inputs.shape, run.model.vocabulary, requires_grad=True)
     weight = torch.eye(run.model.vocabulary)  # hidden states as wide as the vocabulary: they are the logits
-    found = answers(run, lambda *args, loss, **kwargs: loss(logits, weight), True, inputs, targets, documents, positions)
+    found = answers(
+        run, lambda *args, loss, **kwargs: loss(logits, weight), True, inputs, targets, documents, positions
+    )
     found.loss_sum.backward()
     assert torch.equal(logits.grad.abs().sum(-1) > 0, targets != IGNORE_INDEX)
     counted = targets != IGNORE_INDEX
@@ -142,10 +167,18 @@ def test_every_answer_token_weighs_alike_over_ranks_and_micro_steps(tmp_path: Pa
     run, dataset = settled(cases[0].run)
     torch.manual_seed(run.seed)
     model = GPT(run.model)
-    optimizer = torch.optim.SGD([{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2]}], lr=0.01)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2]},
+        ],
+        lr=0.01,
+    )
     sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
     for step in range(4):
-        inputs, targets, _, positions = window_batch(dataset.train, sampler.windows(step), run.model.context, IGNORE_INDEX)
+        inputs, targets, _, positions = window_batch(
+            dataset.train, sampler.windows(step), run.model.context, IGNORE_INDEX
+        )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -161,10 +194,18 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% en
 def test_a_template_decides_the_text_as_in_transformers(tmp_path: Path) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    messages = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    ]
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     chat = Chat.of(ALPHABET, str(tmp_path / "t.jinja"))
-    assert chat.pieces(messages) == [("<system>s<end><user>a<end><assistant>", False), ("b<end>", True), ("<user>c<end><assistant>", False), ("d<end>", True)]
+    assert chat.pieces(messages) == [
+        ("<system>s<end><user>a<end><assistant>", False),
+        ("b<end>", True),
+        ("<user>c<end><assistant>", False),
+        ("d<end>", True),
+    ]
     for template in (TEMPLATE, Chat(ALPHABET).template):
         (expected,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
         assert Chat(ALPHABET, template).render(messages, answer_next=True) == expected
@@ -181,7 +222,9 @@ def test_a_template_decides_the_text_as_in_transformers(tmp_path: Path) -> None:
         (conversations()[0], "{{ raise_exception('no') }}", "the template fails: no"),
     ],
 )
-def test_what_cannot_be_learned_from_is_refused(tmp_path: Path, record: dict[str, Any], template: str | None, wrong: str) -> None:
+def test_what_cannot_be_learned_from_is_refused(
+    tmp_path: Path, record: dict[str, Any], template: str | None, wrong: str
+) -> None:
     corpus, settings = write(tmp_path / "a.jsonl", [record]), []
     if template is not None:
         (tmp_path / "t.jinja").write_text(template)
