@@ -11,7 +11,7 @@ _NUMBERS = 1000
 def _messages(number: int, short: bool) -> list[dict[str, str]]:
     even = "Yes" if number % 2 == 0 else "No"
     odd_or_even = "even" if number % 2 == 0 else "odd"
-    answer = f"{even}." if short else f"{even}, {number} is {odd_or_even}."
+    answer = f"{even}." if short else f"{even}, it is {odd_or_even}."
     return [{"role": "user", "content": f"Is {number} even?"}, {"role": "assistant", "content": answer}]
 
 

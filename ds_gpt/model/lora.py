@@ -6,8 +6,10 @@ R is the rank. The frozen map keeps its weight, and its place in the model: ``bl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +28,13 @@ class Adapted(nn.Module):
         self.base = base
         self.scale = alpha / rank
         self.dropout = nn.Dropout(dropout)
-        # A as PyTorch draws any linear map, uniform with variance 1 / (3 D): what PEFT starts from too.
         options: Any = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
         self.lora_A = nn.Linear(base.in_features, rank, **options)
         self.lora_B = nn.Linear(rank, base.out_features, **options)
-        self.lora_B.apply(_zero)
+        # A is Gaussian as in the paper, with the variance of PEFT's uniform one. Both are drawn through `apply`, which
+        # under ZeRO-3 gathers what it writes to.
+        self.lora_A.apply(partial(_draw, std=math.sqrt(1 / (3 * base.in_features))))
+        self.lora_B.apply(partial(_draw, std=0.0))
         self.merged = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,10 +62,9 @@ def adapter_weight(lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     return scale * (lora_B @ lora_A)
 
 
-def _zero(module: nn.Module) -> None:
-    """Through `apply`, which under ZeRO-3 gathers what it writes to."""
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.weight)
+def _draw(module: nn.Module, std: float) -> None:
+    assert isinstance(module, nn.Linear)
+    nn.init.normal_(module.weight, std=std)
 
 
 def apply_lora(model: nn.Module, config: LoraConfig) -> None:
@@ -83,6 +86,17 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
         if any(_matches(name, target) for target in config.targets):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Adapted(base, config.rank, config.alpha, config.dropout))
+    model.get_submodule("embedding").register_forward_hook(_differentiable)
+
+
+def _differentiable(module: nn.Module, inputs: object, x_BTD: Tensor) -> None:
+    """Let gradients reach the first block's input, though nothing before it is trained.
+
+    ZeRO-3 gathers a block's weights for the backward pass in a hook on the gradient of its input. Without one, a block
+    that is recomputed there finds them empty.
+    """
+    if torch.is_grad_enabled():
+        x_BTD.requires_grad_()
 
 
 def _matches(name: str, target: str) -> bool:

@@ -90,7 +90,8 @@ def test_a_run_starts_where_the_other_ended(runs: tuple[Path, dict[str, float]])
     base, tuned = loss_of(model_of(folder / "base")), loss_of(model_of(folder / "adapters"))
     assert losses["adapters"] == pytest.approx(base, rel=1e-5)
     assert losses["full"] == losses["again"] == pytest.approx(tuned, rel=1e-5)
-    assert abs(tuned - base) > 0.01, "the adapters should have learned something"
+    weights = [model_of(folder / name).blocks[1].attention.qkv.weight for name in ("adapters", "base")]
+    assert (weights[0] - weights[1]).abs().max() > 0.05, "the adapters should have learned something"
 
 
 def test_the_adapter_gives_peft_the_same_logits(runs: tuple[Path, dict[str, float]]) -> None:

@@ -81,8 +81,9 @@ def test_what_is_too_long_or_has_no_answer_is_counted(tmp_path: Path) -> None:
     )
     notes = prepare_stage(composed("sft", corpus).run).notes
     assert notes[0].startswith("8 examples in ")
-    assert notes[1:] == ("2 longer than 49 tokens, cut there", "1 without an answer that could be learned, left out")
-    assert prepare_stage(composed("sft", corpus, ["examples.too_long=drop"]).run).notes[1:] == (
+    assert notes[1].endswith("% of the tokens are answers")
+    assert notes[2:] == ("2 longer than 49 tokens, cut there", "1 without an answer that could be learned, left out")
+    assert prepare_stage(composed("sft", corpus, ["examples.too_long=drop"]).run).notes[2:] == (
         "3 longer than 49 tokens, left out",
     )
 
