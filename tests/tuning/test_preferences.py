@@ -83,6 +83,18 @@ def test_at_equal_policies_the_loss_is_ln_2(corpus: Path) -> None:
     assert found.loss_sum.item() / 6 == pytest.approx(math.log(2), abs=1e-7)
 
 
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_padding_adds_nothing(corpus: Path, stage: str) -> None:
+    run, dataset, model, whole = made(corpus, stage, [])
+    if stage == "reward":
+        model.score()
+    padded = window_batch(dataset.train, np.array([0, 1, 2, 3, 4, 5, -1]), run.model.context, IGNORE_INDEX)
+    found, expected = (objective_of(run)(model, True, *batch) for batch in (padded, whole))
+    assert found.counted == expected.counted == 6
+    for ours, theirs in zip([found.loss_sum, *found.metrics.values()], [expected.loss_sum, *expected.metrics.values()]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_bad_pairs_are_counted_and_left_out(tmp_path: Path) -> None:
     bad = [
         {"prompt": "1", "chosen": "2", "rejected": "2"},
