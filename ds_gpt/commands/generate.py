@@ -49,6 +49,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--interactive", action="store_true", help="ask for prompts: Ctrl-C stops an answer, Ctrl-D leaves"
     )
     result.add_argument(
+        "--chat", action="store_true", help="the prompt is what a user says: it goes through the run's chat template"
+    )
+    result.add_argument(
         "--max-new-tokens", type=int, default=200, metavar="N", help="tokens added to a prompt (default: 200)"
     )
     _add_sampling_arguments(result)
@@ -111,6 +114,7 @@ def generate(options: argparse.Namespace) -> None:
     sampling = check(options)
     # Only after the options are known to be sound: PyTorch takes a second.
     from ds_gpt.checkpoint.saved_model import find_saved_model
+    from ds_gpt.data.chat import Chat
     from ds_gpt.generation.prompts import encode_prompt, read_prompts
 
     # "replace": a lone surrogate may be a token like others.
@@ -118,7 +122,8 @@ def generate(options: argparse.Namespace) -> None:
     saved = find_saved_model(options.run, say)
     prompts = []
     if options.prompt is not None:
-        prompts = [encode_prompt(options.prompt, saved.tokenizer)]
+        chat = Chat.of(saved.tokenizer, saved.run.examples.template)
+        prompts = [encode_prompt(chat.ask(options.prompt) if options.chat else options.prompt, saved.tokenizer)]
     elif options.batch_file is not None:
         prompts = read_prompts(options.batch_file, saved.tokenizer)
     model = saved.load(*place(options, saved.state["facts"].get("precision")))
