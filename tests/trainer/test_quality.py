@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def test_another_corpus_is_read_by_the_models_tokenizer(saved: SavedModel) -> No
     Path("other.txt").write_text("jumps over the lazy fox. " * 40)
     other = measure(saved, validation_data(saved, "other.txt"), torch.device("cpu"), 8)
     assert other.loss != measure(saved, validation_data(saved, None), torch.device("cpu"), 8).loss
+    apart = saved.run.data.model_copy(update={"attend_across_documents": False})  # a text has no documents to keep apart
+    trained_apart = replace(saved, run=saved.run.model_copy(update={"data": apart}))
+    assert measure(trained_apart, validation_data(trained_apart, "other.txt"), torch.device("cpu"), 8) == other
     Path("digits.txt").write_text("0123" * 100)
     with pytest.raises(ConfigError, match="does not know: '0'"):
         validation_data(saved, "digits.txt")
