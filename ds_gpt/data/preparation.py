@@ -178,7 +178,7 @@ def _planned(folder: Path, sources: list[str], settings: Settings) -> dict[str, 
             Problem(
                 f"'{folder}' was begun with other {' and '.join(changed)}",
                 "its shards would be of two kinds",
-                "give what it was begun with, or another folder",
+                "give what it was begun with, or remove the folder, or name another",
             )
         )
     return plan
@@ -277,6 +277,6 @@ def _check_documents(shards: dict[str, list[Shard]], val_fraction: float) -> Non
             Problem(
                 f"of the {sum(n_documents.values())} documents none fell into the {'training' if empty == 'train' else 'validation'} split",
                 f"each falls into the validation split with probability {val_fraction}, by a hash of its text",
-                "change --val-fraction; a corpus of few documents is better given to training as the text file itself",
+                "remove the folder and change --val-fraction; a corpus of few documents is better given to training as the text file itself",
             )
         )

@@ -49,6 +49,14 @@ def validation_data(saved: SavedModel, corpus: str | None) -> Dataset:
         ConfigError: the corpus cannot be read, or its tokenizer is not the model's.
     """
     data = saved.run.data
+    if corpus is None and saved.run.stage != "pretrain":
+        raise ConfigError(
+            Problem(
+                f"the run of '{saved.checkpoint}' learned from examples, not from text (stage: {saved.run.stage})",
+                "text is what is measured here",
+                "give text: --corpus FILE",
+            )
+        )
     if corpus is not None:
         tokenizer = saved.checkpoint.absolute().parent.parent / "tokenizer.json"
         data = data.model_copy(update={"corpus": corpus, "tokenizer": str(tokenizer), "attend_across_documents": True})

@@ -18,6 +18,7 @@ import pytest
 import torch
 from saved_run import save_run
 
+from ds_gpt.commands.arguments import torch_device
 from ds_gpt.commands.generate import generate, parser, place
 from ds_gpt.config import ConfigError
 from ds_gpt.config.run import ModelConfig
@@ -228,6 +229,13 @@ def test_precision_is_fp32_on_a_cpu_unless_bf16_is_asked_for() -> None:
 
     assert chosen() == chosen("--precision", "fp32") == torch.float32
     assert chosen("--precision", "bf16") == torch.bfloat16
+
+
+def test_a_gpu_that_is_not_there_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="PyTorch finds no GPU"):
+        torch_device("cuda")
 
 
 def test_the_command_itself(run: Path) -> None:

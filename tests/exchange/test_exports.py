@@ -106,6 +106,7 @@ def test_the_card_tells_how_it_was_trained(run: Path, tmp_path: Path) -> None:
         "fp32, ZeRO stage 3",
         f"{saved.state['val_loss']:.4f} nats",
         "| optimizer steps | 30 |",
+        f"| tokenizer | synthetic, {saved.tokenizer.vocab_size} ids |",
     ):
         assert told in card
     assert (

@@ -248,6 +248,11 @@ def test_a_folder_names_its_run(gpt2: Path, tmp_path: Path, monkeypatch: pytest.
     assert import_run(find_foreign_model(gpt2.rename(tmp_path / "_my model")), None, CPU) == Path("runs/my-model")
 
 
+def test_a_run_folder_that_was_chosen_names_its_run(gpt2: Path, tmp_path: Path) -> None:
+    run = imported(gpt2, tmp_path / "my run")
+    assert find_saved_model(run).run.name == "my-run"
+
+
 def trained_on(folder: Path) -> dict[str, Any]:
     """An imported run goes on in its folder, and in a branch; at a learning rate of all but nothing it stays what it was."""
     from ds_gpt.trainer.quality import measure, validation_data

@@ -111,9 +111,9 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
         and 0 <= numbers["calibration_error"] <= 1
         and numbers["tasks"] == {}
     )
-    assert "bits per byte" in printed("eval", "run")
+    assert "bits per byte" in printed("eval", "run", "--device", "cpu")
     where = printed("export", "run", "--dtype", "bf16").strip().rpartition(": ")[2]
-    assert where.endswith("run/exports/step_0000020-hf-bf16") and (Path(where) / "model.safetensors").is_file()
+    assert where == "run/exports/step_0000020-hf-bf16" and (Path(where) / "model.safetensors").is_file()
     assert "--resume again" in printed("import_", where, "--run-dir", "again")
     assert find_saved_model("again").tokenizer.identity == saved.tokenizer.identity
 
@@ -123,6 +123,7 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["export", "run", "--max-shard-size", "5"], "--max-shard-size '5'"),
         (["eval", "run", "--limit", "0"], "--limit 0"),
+        (["eval", "run", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["import", "run"], "no config.json"),
     ],
 )
