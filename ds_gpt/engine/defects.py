@@ -90,6 +90,20 @@ def skip_reduction_of_one(engine: Any) -> None:
         engine.enable_backward_allreduce = False
 
 
+def hide_gathering(engine: Any) -> None:
+    """ZeRO-3 gathers and frees parameters within the blocks that selective checkpointing runs twice.
+
+    PyTorch takes these operations for the block's own and wants the same ones in both runs, but what is gathered or
+    freed depends on what was before: the first step after a resumed run's evaluation ends in an error. So they are
+    hidden from it.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    for name in ("fetch_sub_module", "release_sub_module"):
+        setattr(coordinator, name, _disable_current_modes()(getattr(coordinator, name)))
+
+
 def restore_linear() -> None:
     """ZeRO-3 replaces ``torch.nn.functional.linear`` and leaves it so, for the engines of other stages that follow."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Replaced

@@ -19,6 +19,7 @@ from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.defects import (
     allow_fp16_on_cpu,
     guard_plain_optimizer,
+    hide_gathering,
     restore_linear,
     silence_bf16_optimizer,
     skip_reduction_of_one,
@@ -125,6 +126,8 @@ class Engine:
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
         skip_reduction_of_one(self.deepspeed)
+        if composed.zero_stage == 3 and composed.checkpoint_policy == "selective":
+            hide_gathering(self.deepspeed)
 
     def _partitioned_at_birth(self) -> contextlib.AbstractContextManager[Any]:
         """Under ZeRO-3 a parameter is split among the ranks as it is made, so no rank ever holds the whole model."""

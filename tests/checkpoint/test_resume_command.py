@@ -219,3 +219,21 @@ def test_two_ranks_of_the_launcher_go_on_with_the_run_of_one(tmp_path: Path) -> 
     assert f"resumed from {RUN}/checkpoints/step_0000002 at step 2" in ended.stdout
     assert "changed since it was saved: world_size: 1 when saved, 2 now\n" in ended.stdout
     assert steps_of(folder / RUN) == [1, 2, 3, 4] and checkpoints(folder / RUN) == [4, 2]
+
+
+def losses_of(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def zero3_with_selective_checkpointing() -> tuple[list[str], list[float], list[float]]:
+    """Losses of a run that never stopped and of one that did."""
+    words = ("zero_optimization.stage=3", "activation_checkpointing.policy=selective", "model.layers=2")
+    ended = [launch(*words, "training.steps=4"), launch(*words, "training.steps=2"), launch("--resume", str(SECOND), *words, "training.steps=4")]
+    return [launched.error for launched in ended], losses_of(RUN), losses_of(SECOND)
+
+
+def test_zero3_resumes_where_selective_checkpointing_recomputes(tmp_path: Path) -> None:
+    """The evaluation that follows the loading leaves ZeRO-3's parameters as no step does."""
+    errors, never_stopped, resumed = run_ranks(1, in_folder, tmp_path / "folder", zero3_with_selective_checkpointing)[0]
+    assert errors == ["", "", ""] and len(resumed) == 4
+    assert resumed == never_stopped
