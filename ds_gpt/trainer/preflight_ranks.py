@@ -62,7 +62,9 @@ def preflight(
         own = list(of_this_node(ranks, nodes, run, run_dir)) if ranks.local_rank == 0 else []
         known = facts(ranks)
     try:
-        meeting = Meeting(ranks, deadline_s) if ranks.world_size > 1 else None
+        # A TCPStore waits for ever, whatever its timeout, where a stranger holds the port and does not speak.
+        with _bounded("meeting the other ranks", ranks, 2 * deadline_s):
+            meeting = Meeting(ranks, deadline_s) if ranks.world_size > 1 else None
     except ConfigError as error:
         own, meeting = [*own, *of_error("port", error)], None
     except torch.distributed.DistError as error:
@@ -260,10 +262,15 @@ def _silent(ranks: Sequence[int], deadline_s: float, when: str) -> Check:
 
 
 def _no_first_rank(waited_s: float, error: str) -> Check:
-    at = f"{os.environ.get('MASTER_ADDR', 'its address')}:{os.environ.get('MASTER_PORT', '')}"
-    saw = f"{platform.node()} waited {waited_s:g} s for rank 0 at {at}: {error}"
+    saw = f"{platform.node()} waited {waited_s:g} s for rank 0{_rendezvous()}: {error}"
     fix = "check that its node runs, that MASTER_ADDR leads to it, and that no firewall stands before the port"
     return Check("ranks", "problem", saw, "the ranks meet there", fix)
+
+
+def _rendezvous() -> str:
+    """Where ranks of several nodes meet, as their launcher told them."""
+    address = os.environ.get("MASTER_ADDR")
+    return f" (MASTER_ADDR and MASTER_PORT: {address}:{os.environ.get('MASTER_PORT', '')})" if address else ""
 
 
 def _named(ranks: Sequence[int], known: Mapping[int, Mapping[str, Any]]) -> str:
@@ -285,7 +292,7 @@ def _bounded(doing: str, ranks: Ranks, seconds: float) -> Iterator[None]:
 
     def give_up() -> None:
         where = f"rank {ranks.rank} on {platform.node()}"
-        print(f"ds_gpt: {where}: {doing} hung for {seconds:g} s; nothing more can be checked", file=sys.stderr, flush=True)
+        print(f"ds_gpt: {where}: {doing}: nothing for {seconds:g} s, given up{_rendezvous()}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
