@@ -30,7 +30,7 @@ CASES = {
     "generation": generation,
     "overhead": overhead,
 }
-_SUITE_FIRST = "run a suite: --suite NAME [--only --skip --dry-run --fresh --price-per-hour --records]; or one of the verbs below"
+_SUITE_FIRST = "Run a suite: --suite NAME [--only --skip --dry-run --fresh --price-per-hour --records]; or one of the verbs below."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks import planner_report, tables
 from benchmarks.records import REPOSITORY, read_all
 from benchmarks.results import peak_bytes, read
+from ds_gpt.__main__ import VERBS
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
@@ -77,9 +78,15 @@ def code_map() -> str:
     return "\n".join(lines) + "\n"
 
 
+def verbs() -> str:
+    """What ``ds-gpt --help`` lists, as a Markdown table."""
+    lines = ["| `ds-gpt` | |", "|---|---|", *(f"| `{verb}` | {what} |" for verb, what in VERBS.items())]
+    return "\n".join(lines) + "\n"
+
+
 def filled(text: str, records_folder: Path = RECORDS) -> str:
     """README text with what stands between its markers renewed."""
-    contents = {"records": table(records_folder), "suite": suite_table(records_folder / "cpu"), "map": code_map(), "planner": planner_report.table()}
+    contents = {"records": table(records_folder), "suite": suite_table(records_folder / "cpu"), "map": code_map(), "verbs": verbs(), "planner": planner_report.table()}
     for name, content in contents.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
     return text

@@ -203,7 +203,7 @@ def _list(suite: Suite, cases: Sequence[Case], device: str | None, console: Cons
     """``--dry-run``."""
     chosen = device_named(device) if device else None
     meant = chosen.name if chosen else suite.devices
-    console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} rounds, predicted for {meant}\n{suite.about}\n", soft_wrap=True)
+    console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} round{'s' * (suite.rounds > 1)}, predicted for {meant}\n{suite.about}\n", soft_wrap=True)
     head = f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14}"
     console.print(f"{head} {'peak a rank':>12} {'step':>10} {'tokens/s':>12}", soft_wrap=True)
     for case in cases:

@@ -17,7 +17,7 @@ VERBS = {
     "generate": "continue text with a trained model: one prompt, a file of them, or interactively",
     "eval": "measure a run's model: validation loss, perplexity, bits per byte, calibration, benchmarks of lm-eval",
     "export": "write a run's model for transformers, as safetensors, or for PyTorch",
-    "import": "make a run of a GPT-2 or Llama-family model that was trained elsewhere",
+    "import": "make a run of a GPT-2, Llama, Mistral or Qwen3 model that was trained elsewhere",
     "doctor": "check this machine, or under a launcher all ranks together, before a run: says what to fix",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }

@@ -53,7 +53,8 @@ def test_ci_does_what_the_readme_says() -> None:
 
 
 TRAINING = [SET_UP.rsplit(" && ", 1)[1], *(command for command in COMMANDS[2:] if "ds_gpt/train.py" in command)]
-OTHERS = [command for command in COMMANDS[2:] if command not in TRAINING]
+WALK = [command for command in COMMANDS[2:] if "toy_" in command]
+OTHERS = [command for command in COMMANDS[2:] if command not in TRAINING + WALK]
 
 
 @pytest.mark.parametrize("command", TRAINING)
@@ -63,6 +64,26 @@ def test_training_commands_run(command: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 4 and lines[-1]["val_loss"] < 6
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_0000004"
+
+
+def test_the_walk_to_an_aligned_model_runs(tmp_path: Path) -> None:
+    """Each run starts from the one before; the model is as small as that."""
+    shape = [setting for setting in _SMALL.split() if "model." in setting or "steps" in setting]
+    settings = [setting.replace("context=16", "context=96") for setting in [*shape, "logging.tensorboard=false"]]
+    small = [argument for setting in settings for argument in ("--set", setting)]
+    _run(["ds-gpt", "train", "--run-dir", f"{tmp_path}/quickstart", *small], deadline_s=120)
+    for command in WALK:
+        arguments = shlex.split(command)
+        if arguments[1] == "train":
+            stage, before = re.search(r"toy_(\w+)", command)[1], {"sft": "quickstart", "dpo": "toy_sft"}
+            arguments += ["--run-dir", f"{tmp_path}/toy_{stage}", *small]
+            arguments += ["--set", f"init_from={tmp_path}/{before[stage]}"]
+        else:
+            arguments = [argument.replace("runs/", f"{tmp_path}/") for argument in arguments]
+        assert _run(arguments, deadline_s=120).strip()
+    last = json.loads((tmp_path / "toy_dpo" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"accuracy", "val_accuracy", "reward_margin", "val_pretraining_loss"} <= last.keys()
+    assert (tmp_path / "toy_dpo" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("command", [command for command in OTHERS if "python -m benchmarks" not in command])

@@ -14,8 +14,9 @@ from ds_gpt.config import ConfigError, Problem, flatten
 from ds_gpt.engine.engine import Engine
 from ds_gpt.engine.ranks import Ranks
 
-# Without these the saved tensors mean something else, or fit nowhere: all of the model, whatever options it will have.
-_MODEL, _HARMLESS = "model.", frozenset({"model.dropout"})
+# Without these the saved tensors mean something else, or fit nowhere: all of the model, whatever options it will have,
+# and its adapters.
+_MODEL, _HARMLESS = ("model.", "lora.", "stage"), frozenset({"model.dropout", "lora.dropout"})
 _TOKENIZER = "tokenizer_identity"
 
 

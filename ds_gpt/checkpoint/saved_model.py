@@ -15,12 +15,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ds_gpt.checkpoint.folder import MANIFEST, STATE, complete, damage, read_state
-from ds_gpt.checkpoint.shards import ShardReader
+from ds_gpt.checkpoint.initial import Initial
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.errors import did_you_mean
 from ds_gpt.config.run import RunConfig
 from ds_gpt.data import Tokenizer, load_tokenizer
-from ds_gpt.engine.state import WEIGHT
 from ds_gpt.model.gpt import GPT
 
 
@@ -41,7 +40,7 @@ class SavedModel:
     state: dict[str, Any]
 
     def load(self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
-        """The model in evaluation mode.
+        """The model in evaluation mode; adapters are merged.
 
         Of the files only the fp32 weights are read, one parameter at a time: beside the model itself there is never
         more in host memory than the largest of them, twice.
@@ -52,13 +51,12 @@ class SavedModel:
         with torch.device("meta"), _Undrawn():  # no memory, and no weights drawn that are replaced anyway
             model = GPT(self.run.model)
         filled: dict[nn.Parameter, nn.Parameter] = {}
-        with ShardReader(self.checkpoint) as shards:
+        with Initial(self.checkpoint, self.state["facts"]) as stored:
             for name, parameter in model.named_parameters():
                 try:
-                    values = shards.read(name, WEIGHT, 0, parameter.numel())
+                    values = stored.read(name, parameter.numel())
                 except ValueError as error:
                     raise self._unfit(str(error)) from None
-                assert values is not None, "every parameter has a weight"
                 filled[parameter] = nn.Parameter(values.view(parameter.shape).to(device, dtype), requires_grad=False)
         for module in model.modules():  # one that several modules share is shared again
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -152,6 +150,15 @@ def _described(checkpoint: Path, run_folder: Path) -> SavedModel:
                 "use the version of ds_gpt that saved it (environment.json in the run folder names it)",
             )
         ) from None
+    if not run.generates:
+        raise ConfigError(
+            Problem(
+                f"the model of '{checkpoint}' does not predict the next token "
+                f"(stage: {run.stage}, objective: {run.objective.name})",
+                "text can neither be made nor measured with it",
+                "give another run, or the one that it started from",
+            )
+        )
     tokenizer = load_tokenizer(run_folder / "tokenizer.json")
     if tokenizer.identity != facts["tokenizer_identity"]:
         raise ConfigError(

@@ -103,7 +103,20 @@ class ShardReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
         self._files.close()
+
+    def parameters(self) -> list[str]:
+        """Names of the parameters whose weights are here."""
+        return sorted(parameter for parameter, kind in self._index if kind == WEIGHT)
+
+    def numel(self, parameter: str) -> int:
+        """Elements of a parameter; 0 where it is not known."""
+        entries = self._index.get((parameter, WEIGHT))
+        return max(last for _, last, _, _ in entries) if entries else 0
 
     def read(self, parameter: str, kind: str, start: int, numel: int) -> Tensor | None:
         """`numel` elements of a flattened parameter from `start`, fp32; None where the optimizer had no such state.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,14 +19,39 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(Problem(message, fix=" ".join(self.format_usage().split())))
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--config``, ``--deepspeed_config`` and ``--set``."""
+def add_config_arguments(
+    parser: argparse.ArgumentParser, config: str = "quickstart.yaml", deepspeed_config: str = "zero1.json"
+) -> None:
+    """``--config``, ``--deepspeed_config`` and ``--set``, whose help names the given defaults."""
     parser.add_argument(
-        "--config", metavar="YAML", help="the run: model, data, batch, learning (default: quickstart.yaml, or that of the run to resume)"
+        "--config", metavar="YAML", help=f"the run: model, data, batch, learning (default: {config})"
     )
     parser.add_argument(
-        "--deepspeed_config", metavar="JSON", help="how it runs on the hardware (default: zero1.json, or that of the run to resume)"
+        "--deepspeed_config", metavar="JSON", help=f"how it runs on the hardware (default: {deepspeed_config})"
     )
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override a key of either file, for example --set zero_optimization.stage=3"
     )
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """``--device`` of the verbs that use a model."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+
+
+def torch_device(name: str) -> torch.device:
+    """What ``--device`` means on this machine. Raises ConfigError where there is no such device."""
+    import torch
+
+    from ds_gpt.config import ConfigError, Problem
+
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            Problem(
+                "--device cuda, but PyTorch finds no GPU", fix="leave out --device, or mend the driver (nvidia-smi)"
+            )
+        )
+    return torch.device("cuda", 0) if available and name != "cpu" else torch.device("cpu")

@@ -72,7 +72,7 @@ def text(name: str, history: History, findings: Sequence[Finding], unreadable: i
     if known["lines"] < 32:
         lines.append(f"only {known['lines']} line{'s are' if known['lines'] > 1 else ' is'} logged: too few to judge most of it (logging.level DEBUG logs each step)")
     if all(finding.severity == "note" for finding in findings):
-        lines.append("\nNothing is wrong." + (" Worth a note:" if findings else ""))
+        lines.append("\nNothing wrong was found." + (" Worth a note:" if findings else ""))
     for number, finding in enumerate(findings, 1):
         lines.append(f"\n{number}. {finding.severity}: {finding.what}\n   do: {finding.remedy}")
     return "\n".join(lines)

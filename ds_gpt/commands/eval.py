@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.commands.arguments import Parser
+from ds_gpt.commands.arguments import Parser, add_device_argument, torch_device
 from ds_gpt.commands.failure import print_or_fail
 
 
@@ -35,14 +35,13 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     )
     parser.add_argument("--tasks-dir", metavar="DIR", help="a folder with tasks of your own for the harness")
     parser.add_argument("--limit", metavar="N", type=int, help="examples of each task (default: all)")
+    add_device_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     print_or_fail(lambda: run(parser.parse_args(arguments)))
 
 
 def run(options: argparse.Namespace) -> None:
     """Load, measure, print. Raises ConfigError."""
-    import torch
-
     from ds_gpt.checkpoint.saved_model import find_saved_model
     from ds_gpt.config import ConfigError, Problem
     from ds_gpt.trainer.harness import run_tasks
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch_device(options.device)
     saved = find_saved_model(options.run, lambda text: print(text, file=sys.stderr))
     quality = measure(
         saved, validation_data(saved, options.corpus), device, options.sequences or saved.run.evaluation.sequences

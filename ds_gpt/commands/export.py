@@ -53,4 +53,5 @@ def run(options: argparse.Namespace) -> None:
     output = Path(options.output) if options.output else saved.checkpoint.absolute().parent.parent / "exports" / name
     export(saved, output, options.format, options.dtype, max_shard_bytes)
     size_bytes = sum(path.stat().st_size for path in output.iterdir())
-    print(f"{saved.checkpoint} as {options.format}, {options.dtype}, {size_bytes / 1e6:,.1f} MB: {output}")
+    shown = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
+    print(f"{saved.checkpoint} as {options.format}, {options.dtype}, {size_bytes / 1e6:,.1f} MB: {shown}")

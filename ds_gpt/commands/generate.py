@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ds_gpt.commands.arguments import Parser
+from ds_gpt.commands.arguments import Parser, add_device_argument, torch_device
 from ds_gpt.commands.failure import print_or_fail
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--interactive", action="store_true", help="ask for prompts: Ctrl-C stops an answer, Ctrl-D leaves"
     )
     result.add_argument(
+        "--chat", action="store_true", help="the prompt is what a user says: it goes through the run's chat template"
+    )
+    result.add_argument(
         "--max-new-tokens", type=int, default=200, metavar="N", help="tokens added to a prompt (default: 200)"
     )
     _add_sampling_arguments(result)
@@ -66,9 +69,7 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--batch-size", type=int, default=16, metavar="N", help="continuations computed together (default: 16)"
     )
     result.add_argument("--stream", action="store_true", help="show the text while it grows")
-    result.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
-    )
+    add_device_argument(result)
     result.add_argument(
         "--precision",
         choices=("auto", "fp32", "bf16"),
@@ -113,6 +114,7 @@ def generate(options: argparse.Namespace) -> None:
     sampling = check(options)
     # Only after the options are known to be sound: PyTorch takes a second.
     from ds_gpt.checkpoint.saved_model import find_saved_model
+    from ds_gpt.data.chat import Chat
     from ds_gpt.generation.prompts import encode_prompt, read_prompts
 
     # "replace": a lone surrogate may be a token like others.
@@ -120,7 +122,8 @@ def generate(options: argparse.Namespace) -> None:
     saved = find_saved_model(options.run, say)
     prompts = []
     if options.prompt is not None:
-        prompts = [encode_prompt(options.prompt, saved.tokenizer)]
+        chat = Chat.of(saved.tokenizer, saved.run.examples.template)
+        prompts = [encode_prompt(chat.ask(options.prompt) if options.chat else options.prompt, saved.tokenizer)]
     elif options.batch_file is not None:
         prompts = read_prompts(options.batch_file, saved.tokenizer)
     model = saved.load(*place(options, saved.state["facts"].get("precision")))
@@ -138,17 +141,9 @@ def place(options: argparse.Namespace, trained_in: str | None) -> tuple[torch.de
     """Where the model computes, and in what. Raises ConfigError where there is no such device."""
     import torch
 
-    from ds_gpt.config import ConfigError, Problem
     from ds_gpt.engine.ranks import Ranks
 
-    available = torch.cuda.is_available()
-    if options.device == "cuda" and not available:
-        raise ConfigError(
-            Problem(
-                "--device cuda, but PyTorch finds no GPU", fix="leave out --device, or mend the driver (nvidia-smi)"
-            )
-        )
-    device = torch.device("cuda", 0) if available and options.device != "cpu" else torch.device("cpu")
+    device = torch_device(options.device)
     fast = trained_in == "bf16" and Ranks(0, 1, 0, 1, device).hardware().bf16
     return device, torch.bfloat16 if options.precision == "bf16" or (
         options.precision == "auto" and fast

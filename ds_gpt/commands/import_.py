@@ -13,7 +13,7 @@ from ds_gpt.commands.failure import run_or_fail
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and import; ends the process with status 2 on bad input."""
     parser = Parser(
-        prog=prog, description="Make a run of a GPT-2 or Llama-family model in safetensors files.", allow_abbrev=False
+        prog=prog, description="Make a run of a GPT-2, Llama, Mistral or Qwen3 model in safetensors files.", allow_abbrev=False
     )
     parser.add_argument(
         "path",

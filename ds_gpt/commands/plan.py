@@ -23,7 +23,7 @@ _JSONS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and print; ends the process with a status other than 0 on an error."""
     parser = Parser(prog=prog, description="Predict memory and speed of a run: what fits, what is fastest, and why.", allow_abbrev=False)
-    add_config_arguments(parser)
+    add_config_arguments(parser, deepspeed_config="the fastest that fits of those that ds_gpt ships")
     parser.set_defaults(config=str(DEFAULT_RUN), deepspeed_config="all")
     parser.add_argument("--device", default="a100-40gb", help="the GPU (default: a100-40gb); any other word lists them")
     parser.add_argument("--device-file", metavar="YAML", help="more devices, in the form of ds_gpt/planner/devices.yaml")
@@ -100,7 +100,7 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
         _lines(report.cheapest_devices(search.cheapest(options.config, paths, known.values(), options.devices, options.overrides), tokens))
     if options.why:
         print()
-        _lines(report.why(candidate, found, device) for candidate in found if not candidate.fits)
+        _lines([report.why(candidate, found, device) for candidate in found if not candidate.fits] or ["every setting fits"])
     if best.fits and not best.on_paper:
         print(f"\n{command(best, device, options)}")
 

@@ -114,7 +114,8 @@ class _Bar:
 
     def __exit__(self, *error: object) -> None:
         self._seconds = time.monotonic() - self._started if self._what else 0.0
-        self._progress.stop()
+        if self._progress.console.is_interactive:  # elsewhere it never started, and stopping it prints an empty line
+            self._progress.stop()
 
     def show(self, what: str, total_bytes: int, counts: Counts) -> None:
         """Move the bar; `total_bytes` 0: nobody knows how far it goes."""
@@ -128,7 +129,7 @@ class _Bar:
         """What was done, and how fast."""
         if self._last is None or not self._last.documents:
             return "nothing was left to do"
-        return f"{self._done(self._last, self._seconds)} in {self._seconds:.1f} s"
+        return f"in {self._seconds:.1f} s: {self._done(self._last, self._seconds)}"
 
     def _done(self, counts: Counts, seconds: float) -> str:
         rate = counts.text_bytes / 1e6 / max(seconds, 1e-9)

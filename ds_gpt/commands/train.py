@@ -13,6 +13,7 @@ from ds_gpt.commands.arguments import Parser, add_config_arguments
 from ds_gpt.commands.failure import run_or_fail
 
 if TYPE_CHECKING:
+    from ds_gpt.checkpoint.initial import Initial
     from ds_gpt.config import Composed
     from ds_gpt.data import Dataset
     from ds_gpt.engine.ranks import Ranks
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 def parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The command line of training."""
     result = Parser(prog=prog, description="Train a GPT through DeepSpeed.", allow_abbrev=False)
-    add_config_arguments(result)
+    resumed = "or that of the run to resume"
+    add_config_arguments(result, f"quickstart.yaml, {resumed}", f"zero1.json, {resumed}")
     result.add_argument("--run-dir", metavar="DIR", help="folder of the run (default: runs/NAME, or NAME-2, ... if taken)")
     result.add_argument(
         "--resume", metavar="PATH", nargs="?", const="auto",
@@ -49,27 +51,15 @@ def train(options: argparse.Namespace) -> None:
         ConfigError: bad input of any kind.
         RunStopped: the run is sick, or cannot be saved.
     """
-    from dataclasses import replace
-
-    import psutil
-
-    from ds_gpt.config import load
-    from ds_gpt.config.parse import with_vocabulary
-    from ds_gpt.data import prepare
     from ds_gpt.engine.ranks import Ranks
-    from ds_gpt.trainer.out_of_memory import check_host_memory
-    from ds_gpt.trainer.start import check_start, configuration
+    from ds_gpt.trainer.start import check_start
 
     ranks = Ranks.from_environment()
-    files = configuration(options.config, options.deepspeed_config, options.overrides, options.run_dir, options.resume)
-    composed = load(*files, ranks.hardware(), options.overrides)
-    dataset = prepare(composed.run.data, composed.run.seed)
-    composed = replace(composed, run=with_vocabulary(composed.run, dataset.tokenizer.vocab_size))
-    check_lengths(composed, dataset)
-    check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
+    composed, dataset, initial = settle(options, ranks)
     if ranks.is_first:
         check_start(options.run_dir, options.resume, composed.run.name)
 
+    from ds_gpt.checkpoint.resume import require_intact
     from ds_gpt.checkpoint.run_state import RunState
     from ds_gpt.engine.engine import Engine, check_deepspeed_config
     from ds_gpt.trainer.console import Console
@@ -91,7 +81,11 @@ def train(options: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(start, composed, dataset, ranks, console.say if console else lambda text: None)
     folder = RunFolder(start.folder)
     with explained(composed, ranks.rank):
-        trainer = Trainer(composed, dataset, Engine(composed, ranks), folder, console)
+        if initial is not None:
+            require_intact(initial.checkpoint, ranks)
+        engine = Engine(composed, ranks, initial.read if initial else None)
+        pretraining = watched(composed, initial, dataset) if initial is not None else None
+        trainer = Trainer(composed, dataset, engine, folder, console, pretraining)
         state = trainer.resume(checkpoint) if checkpoint else RunState()
         if state.step >= composed.run.training.steps:
             trainer.recorder.say(f"step {state.step} is past training.steps = {composed.run.training.steps}: nothing to do (--set training.steps=N trains on)")
@@ -100,6 +94,54 @@ def train(options: argparse.Namespace) -> None:
             folder.continue_from(state.step, composed, dataset.tokenizer, dataset.digest)
         trainer.train(state)
     ranks.disconnect()
+
+
+def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset, Initial | None]:
+    """What is to be run, the data of it, and what it starts from; nothing is trained or written yet but the cache.
+
+    Raises:
+        ConfigError: bad input of any kind.
+    """
+    from dataclasses import replace
+
+    import psutil
+
+    from ds_gpt.checkpoint.initial import find_initial, started_from
+    from ds_gpt.config import load
+    from ds_gpt.config.parse import with_vocabulary
+    from ds_gpt.data.stages import needed_vocabulary, prepare_stage
+    from ds_gpt.trainer.out_of_memory import check_host_memory
+    from ds_gpt.trainer.start import configuration
+
+    files = configuration(options.config, options.deepspeed_config, options.overrides, options.run_dir, options.resume)
+    composed = load(*files, ranks.hardware(), options.overrides)
+    initial = find_initial(composed.run)
+    if initial is not None:
+        composed = replace(composed, run=started_from(composed.run, initial))
+    dataset = prepare_stage(composed.run)
+    run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
+    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes))
+    check_lengths(composed, dataset)
+    check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
+    return composed, dataset, initial
+
+
+def watched(composed: Composed, initial: Initial, dataset: Dataset) -> Dataset | None:
+    """The data of the pre-training that a tuned model may forget; None where it is not at hand, or not to be watched."""
+    from ds_gpt.checkpoint.initial import pretraining_of
+    from ds_gpt.config import ConfigError
+    from ds_gpt.data import prepare
+
+    run = composed.run
+    data = pretraining_of(initial)
+    if data is None or not run.generates or run.stage == "pretrain" or run.evaluation.pretraining_sequences == 0:
+        return None
+    try:
+        found = prepare(data, run.seed)
+        found.val.evaluation_windows(run.model.context, run.evaluation.pretraining_sequences)
+    except ConfigError:  # its files need not be on this machine
+        return None
+    return found if found.tokenizer.identity == dataset.tokenizer.identity else None
 
 
 def check_lengths(composed: Composed, dataset: Dataset) -> None:

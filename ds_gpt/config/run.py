@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import Field, Strict
 
-Auto = Literal["auto"]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A section of the run YAML: unknown keys and wrong types are errors, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from ds_gpt.config.section import Auto, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from ds_gpt.config.stage import ExamplesConfig, LoraConfig, ObjectiveConfig, PreferenceConfig, Stage
 
 
 class ModelConfig(Section):
@@ -151,11 +141,13 @@ class EvaluationConfig(Section):
 
     every: PositiveInt = 500
     sequences: PositiveInt = 256
+    pretraining_sequences: NonNegativeInt = 64  # after pre-training: of its validation windows, to see what is forgotten
 
 
 class SampleConfig(Section):
     """The text generated at the end of a run."""
 
+    every_evaluation: bool = False  # and at every evaluation on the way
     prompt: str = "\n"
     tokens: NonNegativeInt = 200
     temperature: NonNegativeFloat = 0.8
@@ -200,8 +192,14 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: NonNegativeInt = 1337
+    stage: Stage = "pretrain"
+    init_from: str | None = None  # a run's folder, or a checkpoint: its weights alone are taken over, and its tokenizer
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    examples: ExamplesConfig = ExamplesConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     batch: BatchConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
@@ -217,6 +215,11 @@ class RunConfig(Section):
     def decay_steps(self) -> int:
         """Step at which the schedule reaches its minimum."""
         return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
+
+    @property
+    def generates(self) -> bool:
+        """Whether what is trained predicts the next token, so that text can be sampled from it."""
+        return self.stage != "reward" and self.objective.name == "next_token"
 
     @property
     def loss_chunk_tokens(self) -> int:

@@ -7,6 +7,9 @@
 - ``shards``           the files of tokens, memory-mapped and checked; ``prepared``: a folder of them
 - ``tokenizer``        what every tokenizer is; ``tokenizer_choice``: which one; ``characters``, ``byte_pairs``: the tokenizers
 - ``split``            tokens in many arrays and of several corpora, read as one sequence
+- ``stages``           ``prepare_stage``: the data of a run, whatever its stage
+- ``examples``         conversations, answers and pairs of answers out of ``records``, by a ``chat`` template, as ``rows``
+- ``corruption``       windows with masked tokens or corrupted spans
 - ``sampler``          which windows of the tokens a step reads: arithmetic on (seed, step)
 - ``permutation``      the O(1)-memory shuffle under the sampler
 - ``loader``           windows as torch tensors on a device; import it by name, it is the only module that needs torch

@@ -17,7 +17,9 @@ from ds_gpt.data.tokenizer import REPLACEMENT, Tokenizer, token_dtype
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's name for what lies between documents
 # Which special token of a foreign tokenizer.json begins a document: the first of these that it has.
-_SEPARATORS = (END_OF_TEXT, "<|begin_of_text|>", "<bos>", "<s>", "</s>", "<eos>", "<|end_of_text|>")
+BEGINNINGS = ("<|begin_of_text|>", "<bos>", "<s>")
+_SEPARATORS = (END_OF_TEXT, *BEGINNINGS, "</s>", "<eos>", "<|end_of_text|>")
+_ENDS = ("</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")  # which of its tokens end a text or a turn
 _PIECE = 1 << 18  # characters encoded at a time
 # A line end between two visible characters: GPT-2's pattern parts the text there in any case.
 _SAFE_CUT = re.compile(r"(?<=\S\n)(?=\S)")
@@ -145,9 +147,11 @@ class BpeTokenizer(Tokenizer):
 
         definition = json.dumps(fields)
         try:
-            HuggingFace.from_str(definition)
+            vocabulary = HuggingFace.from_str(definition).get_vocab(with_added_tokens=True)
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"not a tokenizer.json of Hugging Face: {error}") from error
+        if not vocabulary:
+            raise ValueError("a tokenizer.json without a single token")
         return cls(definition)
 
     @cached_property
@@ -170,6 +174,12 @@ class BpeTokenizer(Tokenizer):
         """Its token for the start or the end of a text, under one of the usual names; else None."""
         ids = (self._tokenizer.token_to_id(name) for name in _SEPARATORS)
         return next((i for i in ids if i is not None), None)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The separator, and its tokens for the end of a text or a turn, under any of the usual names."""
+        ids = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        return tuple(dict.fromkeys(i for i in (self.separator, *ids) if i is not None))
 
     @cached_property
     def _may_be_cut(self) -> bool:

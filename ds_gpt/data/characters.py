@@ -39,6 +39,11 @@ class CharTokenizer(Tokenizer):
         position = self.characters.find(BETWEEN_DOCUMENTS)
         return position if position >= 0 else None
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """None: a line feed may stand in the midst of a text."""
+        return ()
+
     @cached_property
     def _id_of_point(self) -> np.ndarray:
         points = _code_points(self.characters)

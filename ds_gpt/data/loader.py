@@ -7,11 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from ds_gpt.data.corruption import Corrupted
+from ds_gpt.data.rows import Rows
 from ds_gpt.data.sampler import Sampler
 from ds_gpt.data.split import Split
 
 # inputs_BT and targets_BT, int64; targets are the inputs one token on. Where a token is to see its own document only,
-# also documents_BT, int64: equal numbers in a row are one document.
+# also documents_BT, int64: equal numbers in a row are one document. Of rows and corrupted windows: what their `batch`
+# gives, and in training the share that the micro-batch has in what the step counts.
 Batch = tuple[torch.Tensor, ...]
 
 
@@ -24,7 +27,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        split: Split,
+        split: Split | Rows | Corrupted,
         sampler: Sampler,
         rank: int,
         ranks: int,
@@ -68,9 +71,13 @@ class BatchLoader:
     def _prepare(self, step: int) -> list[Batch]:
         """The batches of `step` in host memory. Runs in the background thread."""
         batches = [
-            _batch(self._split, starts, self._sampler.context, self._with_documents)
+            _batch(self._split, starts, self._sampler.context, self._with_documents, step)
             for starts in self._sampler.rank_windows(step, *self._share)
         ]
+        if not isinstance(self._split, Split):
+            counted = max(1, self._split.count(self._sampler.windows(step)))
+            share = torch.tensor(counted * self._share[2] / self._sampler.global_batch_size)
+            batches = [(*batch, share) for batch in batches]
         if self._device.type != "cuda":
             return batches
         # Without this, pinning would open a context on GPU 0 for every rank, some hundred MB each.
@@ -78,20 +85,27 @@ class BatchLoader:
             return [tuple(tensor_BT.pin_memory() for tensor_BT in batch) for batch in batches]
 
 
-def window_batch(split: Split, starts: np.ndarray, context: int, ignore_index: int, with_documents: bool = False) -> Batch:
+def window_batch(
+    split: Split | Rows | Corrupted, starts: np.ndarray, context: int, ignore_index: int, with_documents: bool = False
+) -> Batch:
     """A batch on the CPU for windows that begin at `starts`, B = len(starts), T = `context`.
 
     Start -1 is padding: a row of token 0 whose targets are all `ignore_index`, so that it adds nothing to a loss.
     """
-    padding_B = torch.from_numpy(starts < 0)
+    padding = torch.from_numpy(starts < 0)
     batch = _batch(split, np.maximum(starts, 0), context, with_documents)
     inputs_BT, targets_BT = batch[:2]
+    padding_B = padding.repeat_interleave(len(inputs_BT) // len(padding))  # a pair is two sequences
     inputs_BT[padding_B] = 0
     targets_BT[padding_B] = ignore_index
     return batch
 
 
-def _batch(split: Split, starts: np.ndarray, context: int, with_documents: bool) -> Batch:
+def _batch(
+    split: Split | Rows | Corrupted, starts: np.ndarray, context: int, with_documents: bool, step: int = 0
+) -> Batch:
+    if not isinstance(split, Split):
+        return tuple(torch.from_numpy(array) for array in split.batch(starts, step))
     windows = torch.from_numpy(split.read(starts, context + 1))
     # As tensors of their own (`contiguous` would share memory where there is one window).
     inputs_BT, targets_BT = windows[:, :-1].clone(), windows[:, 1:].clone()

@@ -68,8 +68,9 @@ def prepare_corpus(folder: Path, sources: Sequence[str], settings: Settings, pro
         ConfigError: a source that cannot be read, a folder that holds something else or is being prepared already.
     """
     with _claimed(folder):
-        for left_over in folder.glob("*/.*.tmp"):  # by a preparation that was killed
-            left_over.unlink()
+        for pattern in ("*/.*.tmp", ".*.tmp"):  # by a preparation that was killed
+            for left_over in folder.glob(pattern):
+                left_over.unlink()
         plan = _planned(folder, _resolved(sources), settings)
         pieces = [[Span(*span) for span in piece] for piece in plan["pieces"]]
         total = sum(span.n_bytes for piece in pieces for span in piece)
@@ -91,22 +92,46 @@ def prepare_corpus(folder: Path, sources: Sequence[str], settings: Settings, pro
 def _claimed(folder: Path) -> Iterator[None]:
     """The folder, for as long as the block runs; the kernel frees it if the process dies. Raises ConfigError."""
     try:
-        if folder.exists() and not is_prepared(folder) and any(path.name != ".lock" for path in folder.iterdir()):
+        if folder.exists() and not is_prepared(folder) and not all(map(_left_over, folder.iterdir())):
             raise ConfigError(
-                Problem(f"'{folder}' holds something else", "a prepared corpus has a folder of its own", "give another folder, or remove this one")
+                Problem(
+                    f"'{folder}' holds something else",
+                    "a prepared corpus has a folder of its own",
+                    "give another folder, or remove this one",
+                )
             )
         for split in SPLITS:
             (folder / split).mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise ConfigError(Problem(f"'{folder}' cannot be written: {error}", fix="give a folder that this user can write")) from error
+        raise ConfigError(
+            Problem(f"'{folder}' cannot be written: {error}", fix="give a folder that this user can write")
+        ) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                Problem(f"'{folder}' is being prepared by another process", fix="wait for it, or end it")
+            ) from None
         yield
-    except BlockingIOError:
-        raise ConfigError(Problem(f"'{folder}' is being prepared by another process", fix="wait for it, or end it")) from None
+    except OSError as error:  # the disk is full, most often
+        raise ConfigError(
+            Problem(
+                f"'{folder}' cannot be finished: {error}",
+                "what is finished of it is kept",
+                "make room, and run the same command again",
+            )
+        ) from error
     finally:
         os.close(lock)
+
+
+def _left_over(path: Path) -> bool:
+    """Whether a preparation that failed before it had a plan left this."""
+    if path.name in SPLITS:
+        return path.is_dir() and not any(path.iterdir())
+    return path.name == ".lock" or path.match(f".{PLAN}.*.tmp")
 
 
 def _resolved(sources: Sequence[str]) -> list[str]:
@@ -144,12 +169,16 @@ def _planned(folder: Path, sources: list[str], settings: Settings) -> dict[str, 
     except ValueError as error:
         raise ConfigError(Problem(f"'{folder / PLAN}' cannot be read: {error}", fix="remove the folder and prepare again")) from error
     changed = [key for key, value in stated.items() if plan.get(key) != json.loads(json.dumps(value))]
+    if changed and not any(folder.glob("*/*.tokens")):  # a first try that came to nothing
+        for name in (PLAN, TOKENIZER):
+            (folder / name).unlink(missing_ok=True)
+        return _planned(folder, sources, settings)
     if changed:
         raise ConfigError(
             Problem(
                 f"'{folder}' was begun with other {' and '.join(changed)}",
                 "its shards would be of two kinds",
-                "give what it was begun with, or another folder",
+                "give what it was begun with, or remove the folder, or name another",
             )
         )
     return plan
@@ -248,6 +277,6 @@ def _check_documents(shards: dict[str, list[Shard]], val_fraction: float) -> Non
             Problem(
                 f"of the {sum(n_documents.values())} documents none fell into the {'training' if empty == 'train' else 'validation'} split",
                 f"each falls into the validation split with probability {val_fraction}, by a hash of its text",
-                "change --val-fraction; a corpus of few documents is better given to training as the text file itself",
+                "remove the folder and change --val-fraction; a corpus of few documents is better given to training as the text file itself",
             )
         )

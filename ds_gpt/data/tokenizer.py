@@ -34,6 +34,11 @@ class Tokenizer(ABC):
     def separator(self) -> int | None:
         """The id that begins every document of a prepared corpus; None where the vocabulary has none."""
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text and are none of it, the separator first: with documents one after another, it does."""
+        return () if self.separator is None else (self.separator,)
+
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, [N] uint16 or uint32, without special tokens. Raises ConfigError on text it has no ids for."""

@@ -23,7 +23,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     try:
         return tokenizer_from_dict(json.loads(Path(path).read_bytes()))
-    except (OSError, ValueError) as error:  # ValueError: not JSON, not UTF-8, not a tokenizer
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON, not UTF-8, not a tokenizer
         raise ConfigError(
             Problem(
                 what=f"'{path}' is not a tokenizer that can be read: {error}",

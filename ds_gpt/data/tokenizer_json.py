@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.data.byte_pairs import END_OF_TEXT, BpeTokenizer, Gpt2Tokenizer
+from ds_gpt.data.byte_pairs import BEGINNINGS, END_OF_TEXT, BpeTokenizer, Gpt2Tokenizer
 from ds_gpt.data.characters import CharTokenizer, SyntheticTokenizer
 from ds_gpt.data.tokenizer import Tokenizer
 
@@ -52,6 +52,14 @@ def separator_name(tokenizer: Tokenizer) -> str | None:
     if tokenizer.separator is None or not isinstance(tokenizer, (BpeTokenizer, Gpt2Tokenizer)):
         return None
     return tokenizer.decode([tokenizer.separator])
+
+
+def end_name(tokenizer: Tokenizer) -> str | None:
+    """The name of the special token that ends a text: the separator, unless another does and that one begins texts."""
+    if separator_name(tokenizer) is None:
+        return None
+    names = [tokenizer.decode([end]) for end in tokenizer.ends]
+    return next((name for name in names if name not in BEGINNINGS), names[0])
 
 
 def byte_letters() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from ds_gpt.data.cache import cache_root, exclusive, replacing, writing_to
 from ds_gpt.data.corpora import identify, read_text, synthetic_tokens
 from ds_gpt.data.characters import SyntheticTokenizer
 from ds_gpt.data.prepared import is_prepared, open_prepared
+from ds_gpt.data.corruption import Corrupted
+from ds_gpt.data.rows import Rows
 from ds_gpt.data.split import Split, joined
 from ds_gpt.data.tokenizer import Tokenizer, token_dtype
 from ds_gpt.data.tokenizer_choice import choose_tokenizer, is_tokenizer, tokenizer_from_dict, tokenizer_key
@@ -29,10 +31,12 @@ _VAL_FRACTION = 0.1  # of a corpus that was not prepared, split at one position
 class Dataset:
     """Tokens to train on and tokens to validate on: what is validated on was never trained on."""
 
-    train: Split
-    val: Split
+    train: Split | Rows | Corrupted
+    val: Split | Rows | Corrupted
     tokenizer: Tokenizer
     digest: str  # sha256 (hex) of the tokens and the tokenizer: equal digests are equal data
+    notes: tuple[str, ...] = ()  # what was made of it, and left out, a sentence each
+    framed: Callable[[str], str] = str  # how a prompt is put to the model
 
     @classmethod
     def cut(cls, tokens: np.ndarray, val_fraction: float, tokenizer: Tokenizer, digest: str) -> Dataset:

@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, TypeVar
+
+from ds_gpt.config import ConfigError, Problem
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -70,7 +73,8 @@ def each(
 ) -> list[Result]:
     """`function` of every item, in order, by `processes` processes; one works in this process.
 
-    Where one fails, the others are ended and its error is raised. Where this process is killed, so are they.
+    Where one fails, the others are ended and its error is raised; where one is killed, a ConfigError. Where this
+    process is killed, so are they.
     """
     context = multiprocessing.get_context("spawn")  # not fork: tokenizers and pyarrow have threads
     shared = context.Array("q", 4)
@@ -88,6 +92,14 @@ def each(
             for future in done:
                 future.result()
         return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            Problem(
+                "one of the processes was ended from outside",
+                "most often because the memory of the machine was used up",
+                "run the same command again, which goes on from there, with fewer --processes",
+            )
+        ) from error
     except BaseException:
         for process in list((executor._processes or {}).values()):  # there is no public way before Python 3.14
             process.terminate()

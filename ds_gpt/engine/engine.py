@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,9 +37,12 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
-from ds_gpt.learning.loss import linear_cross_entropy_sum
+from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
+from ds_gpt.model.lora import apply_lora
+
+ReadWeight = Callable[[str, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,12 @@ class StepResult:
     """What one optimizer step did, the same on every rank.
 
     Attributes:
-        loss: token-weighted mean over micro-steps and ranks, nats a token.
+        loss: token-weighted mean over micro-steps and ranks, nats a token; under dpo and reward nats a pair.
         grad_norm: 2-norm of the whole gradient before clipping; not finite where the step was skipped.
         applied: whether the weights changed. False where a gradient was not finite.
         loss_scale: dynamic loss scale, under fp16 only.
         interrupted: whether any rank was asked to stop.
+        metrics: what else the objective measures, a mean over what it counts.
     """
 
     loss: float
@@ -59,6 +63,7 @@ class StepResult:
     applied: bool
     loss_scale: float | None
     interrupted: bool
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def check_deepspeed_config(composed: Composed) -> None:
@@ -86,20 +91,27 @@ class Engine:
     Args:
         composed: the settled configuration, its vocabulary included.
         ranks: this process among the others; connected.
+        initial: weights to start from, by name and number of elements, flat; None: they are drawn.
     """
 
-    def __init__(self, composed: Composed, ranks: Ranks) -> None:
+    def __init__(self, composed: Composed, ranks: Ranks, initial: ReadWeight | None = None) -> None:
         import deepspeed
 
         self.composed = composed
         self.ranks = ranks
         self._forward_timer = ForwardTimer(ranks.device)
+        self._objective = objective_of(composed.run)
         if composed.precision == "fp16":
             allow_fp16_on_cpu()
         silence_bf16_optimizer()
         torch.manual_seed(composed.run.seed)  # the same on every rank: they start from the same weights
         with self._partitioned_at_birth():
             self.model = GPT(composed.run.model)
+            if initial is not None:
+                self._start_from(initial)
+            apply_lora(self.model, composed.run.lora)
+            if composed.run.stage == "reward":
+                self.model.score()
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self.model,
@@ -122,6 +134,16 @@ class Engine:
             return contextlib.nullcontext()
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
 
+    def _start_from(self, read: ReadWeight) -> None:
+        """Replace the weights that were drawn, one parameter at a time."""
+        import deepspeed
+
+        for name, parameter in self.model.named_parameters():
+            whole = self.composed.zero_stage < 3
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=not whole), torch.no_grad():
+                if whole or self.ranks.is_first:
+                    parameter.copy_(read(name, parameter.numel()).view(parameter.shape))
+
     def step(
         self, step: int, micro_batches: Sequence[tuple[Tensor, ...]], lr: float, interrupted: bool = False
     ) -> StepResult:
@@ -129,8 +151,7 @@ class Engine:
 
         Args:
             step: optimizer steps completed before this one; with the seed and the rank it settles all dropout.
-            micro_batches: this rank's (inputs_BT, targets_BT), one pair a micro-step, equally many tokens each; with
-                documents_BT, where a token is to see its own document only.
+            micro_batches: one a micro-step, each what the objective of the run takes (`ds_gpt.learning.objectives`).
             lr: learning rate of this step.
             interrupted: whether this rank was asked to stop; told to all ranks along with the loss.
         """
@@ -140,24 +161,29 @@ class Engine:
             group["lr"] = lr
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for inputs_BT, targets_BT, *documents_BT in micro_batches:
-            micro_sum, micro_count = self._loss(inputs_BT, targets_BT, *documents_BT)
-            # DeepSpeed averages over micro-steps and ranks; with equally many tokens in each that is the token mean.
-            self.deepspeed.backward(micro_sum / targets_BT.numel())
+        measured: list[dict[str, Tensor]] = []
+        for batch in micro_batches:
+            found = self._loss(batch)
+            # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
+            # divided by what their share would be, that is the mean over all that is counted.
+            self.deepspeed.backward(found.loss_sum / found.share)
             self.deepspeed.step()
-            loss_sum += micro_sum.detach()
-            counted += micro_count
+            loss_sum += found.loss_sum.detach()
+            counted += found.counted
+            measured.append(found.metrics)
         flag = counted.new_tensor(float(interrupted))
-        total, tokens, asked = self.ranks.sum(torch.stack([loss_sum, counted, flag]))
-        return StepResult(total / tokens, self._grad_norm(), self.deepspeed.was_step_applied(), self._loss_scale(), asked > 0)
+        names, sums = _summed(measured)
+        total, tokens, asked, *others = self.ranks.sum(torch.stack([loss_sum, counted, flag, *sums]))
+        metrics = {name: other / tokens for name, other in zip(names, others, strict=True)}
+        applied = self.deepspeed.was_step_applied()
+        return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
-    def _loss(self, inputs_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss summed over the counted tokens, and how many those are."""
-        run = self.composed.run
-        smoothing = run.loss.label_smoothing if self.model.training else 0.0  # DeepSpeed's own flag stays on
-        loss = partial(linear_cross_entropy_sum, targets=targets_BT, label_smoothing=smoothing, chunk_tokens=run.loss_chunk_tokens)
+    def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
+        return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._forward_timer:
-            return self.deepspeed(inputs_BT, loss=loss, documents_BT=documents_BT)
+            return self.deepspeed(*args, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
@@ -200,13 +226,28 @@ class Engine:
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
+        return self.measure(batches)[0]
+
+    def measure(
+        self, batches: Iterable[tuple[Tensor, ...]], objective: Objective | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """The same, and what else the objective measures; by default that of the run."""
+        objective = objective or self._objective
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                loss_sum, counted = self._loss(*batch)
-                sums += torch.stack([loss_sum, counted])
-        total, tokens = self.ranks.sum(sums)
-        return total / tokens
+                found = objective(self._forward, False, *batch)
+                sums += torch.stack([found.loss_sum, found.counted])
+                measured.append(found.metrics)
+        names, others = _summed(measured)
+        total, tokens, *totals = self.ranks.sum(torch.stack([*sums, *others]))
+        return total / tokens, {name: other / tokens for name, other in zip(names, totals, strict=True)}
+
+    def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
+        with self.evaluating():
+            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
@@ -236,6 +277,12 @@ class Engine:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
         restore_linear()
+
+
+def _summed(measured: Sequence[dict[str, Tensor]]) -> tuple[list[str], list[Tensor]]:
+    """Names of metrics, and the sum of each, fp64."""
+    names = list(measured[0]) if measured else []
+    return names, [torch.stack([found[name] for found in measured]).detach().sum(dtype=torch.float64) for name in names]
 
 
 def _seed(seed: int, step: int, rank: int) -> None:

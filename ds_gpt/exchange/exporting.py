@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_gpt.checkpoint.saved_model import SavedModel
 from ds_gpt.checkpoint.shards import ShardReader, sync
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.data.tokenizer_json import separator_name, tokenizer_json
+from ds_gpt.data.tokenizer_json import end_name, separator_name, tokenizer_json
 from ds_gpt.engine.state import WEIGHT
 from ds_gpt.exchange.families import Family, config_json, family_of
 from ds_gpt.exchange.foreign_config import OWN
@@ -149,12 +149,15 @@ def _own_files(saved: SavedModel) -> dict[str, Any]:
 def _hugging_face_files(saved: SavedModel, family: Family, dtype: torch.dtype) -> dict[str, Any]:
     name = separator_name(saved.tokenizer)
     separator = saved.tokenizer.separator if name is not None else None
+    ends = saved.tokenizer.ends if name is not None else ()
+    special = {"bos_token_id": separator, "eos_token_id": list(ends) if len(ends) > 1 else separator}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     tokenizer_config |= {"model_max_length": saved.run.model.context}
-    tokenizer_config |= {"bos_token": name, "eos_token": name, "pad_token": name} if name is not None else {}
+    if name is not None:
+        tokenizer_config |= {"bos_token": name, "eos_token": end_name(saved.tokenizer), "pad_token": name}
     return {
-        "config.json": config_json(saved.run.model, family, str(dtype).removeprefix("torch."), separator),
-        "generation_config.json": {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": separator},
+        "config.json": config_json(saved.run.model, family, str(dtype).removeprefix("torch."), special),
+        "generation_config.json": {**special, "pad_token_id": separator},
         _TOKENIZER: tokenizer_json(saved.tokenizer),
         "tokenizer_config.json": tokenizer_config,
     }

@@ -137,14 +137,14 @@ def family_of(model: ModelConfig) -> Family:
     )
 
 
-def config_json(model: ModelConfig, family: Family, dtype: str, separator: int | None) -> dict[str, Any]:
+def config_json(model: ModelConfig, family: Family, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:
     """Content of config.json.
 
     Args:
         model: the model.
         family: its class.
         dtype: of the weights, by torch's name.
-        separator: id of the special token between documents, which ends a generated text.
+        special: ``bos_token_id``, and ``eos_token_id``, at which a generated text ends (one or a list).
     """
     return {
         "architectures": [family.architecture],
@@ -153,8 +153,7 @@ def config_json(model: ModelConfig, family: Family, dtype: str, separator: int |
         **family.config(model),
         "initializer_range": 0.02,
         "tie_word_embeddings": model.tied_head,
-        "bos_token_id": separator,
-        "eos_token_id": separator,
+        **special,
         "torch_dtype": dtype,
         "use_cache": True,
     }

@@ -28,6 +28,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_window_layers": 28,
     },
 }
+_MOST_LAYERS, _MOST = 10_000, 1 << 30  # of anything else that config.json counts
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -39,7 +40,7 @@ def read_config(config: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """
     kind = config.get("model_type")
     known = {family.model_type: family.layout for family in FAMILIES} | {OWN: own_layout}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ConfigError(
             Problem(
                 f"config.json: model_type = {kind!r} cannot be imported",
@@ -51,9 +52,11 @@ def read_config(config: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     try:
         if kind == OWN:
             model, problems = ModelConfig.model_validate(config["model"]), []
+            if model.vocab_size == "auto":
+                raise ValueError("model.vocab_size is 'auto', and no corpus is there to settle it")
         else:
             model, problems = (_gpt2 if kind == "gpt2" else _llama)(filled)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # whatever wrong types come to
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         if isinstance(error, ValidationError):
             missing = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
@@ -63,9 +66,26 @@ def read_config(config: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
                 fix="restore it from where the model was published",
             )
         ) from None
-    if problems := [*problems, *shape_problems(model)]:
+    if config.get("quantization_config"):
+        problems = [*problems, *_unequal(config, "quantization_config", None)]
+    if problems := [*problems, *shape_problems(model), *_size_problems(model)]:
         raise ConfigError(problems)
     return model, known[kind](model)
+
+
+def _size_problems(model: ModelConfig) -> list[Problem]:
+    """A shape that no file has weights for: looking at its tensors one by one would never end, or overflow."""
+    sizes = {"layers": model.layers, "width": model.width, "feed-forward": model.hidden_width}
+    sizes |= {"vocabulary": model.vocabulary, "context": model.context}
+    return [
+        Problem(
+            f"config.json: {name} = {size}",
+            f"no model has more than {limit:,}",
+            "restore it from where the model was published",
+        )
+        for name, size in sizes.items()
+        if size > (limit := _MOST_LAYERS if name == "layers" else _MOST)
+    ]
 
 
 def _gpt2(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
@@ -94,13 +114,15 @@ def _gpt2(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
 def _llama(config: Mapping[str, Any]) -> tuple[ModelConfig, list[Problem]]:
     kind, heads = config["model_type"], config["num_attention_heads"]
     # Newer files have rope_parameters, older ones rope_theta and, for what is not the default, rope_scaling.
-    rope = {
-        "rope_theta": config.get("rope_theta", 10_000.0),
-        **(config.get("rope_scaling") or {}),
-        **(config.get("rope_parameters") or {}),
-    }
-    scaled = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    problems = _unequal(config, "hidden_act", "silu", "swish") + _unequal(scaled, "rope_type", "default")
+    stated = [part for key in ("rope_parameters", "rope_scaling") if (part := config.get(key))]
+    rope = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    problems = _unequal(config, "hidden_act", "silu", "swish")
+    for part in ({"partial_rotary_factor": config.get("partial_rotary_factor")}, *stated):
+        rope |= {"rope_theta": part["rope_theta"]} if "rope_theta" in part else {}
+        for key, allowed in (("rope_type", "default"), ("type", "default"), ("partial_rotary_factor", 1.0)):
+            problems += _unequal({key: allowed, **part}, key, allowed, None)
+        if by_layer := {key: value for key, value in part.items() if isinstance(value, dict)}:
+            problems += _unequal({"rope_parameters": by_layer}, "rope_parameters", {})
     head_width = config.get("head_dim") or config["hidden_size"] // heads
     problems += _unequal({"head_dim": head_width}, "head_dim", config["hidden_size"] // heads)
     biases = {name: bool(config.get(name, False)) for name in ("attention_bias", "mlp_bias")}
@@ -138,15 +160,11 @@ def _window(config: Mapping[str, Any]) -> tuple[int | None, list[Problem]]:
     if config["model_type"] == "mistral":
         return config["sliding_window"], []
     layers, first = config["num_hidden_layers"], config["max_window_layers"]
-    kinds = config.get("layer_types") or ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(
-        0, layers - first
-    )
-    if not config.get("use_sliding_window", False) or set(kinds) == {"full_attention"}:
+    assumed = ["full_attention"] * (first > 0) + ["sliding_attention"] * (layers > first)
+    kinds = set(config.get("layer_types") or assumed)
+    if not config.get("use_sliding_window", False) or kinds == {"full_attention"}:
         return None, []
-    mixed = set(kinds) != {"sliding_attention"}
-    return config["sliding_window"], _unequal(
-        {"layer_types": sorted(set(kinds))}, "layer_types", ["sliding_attention"]
-    ) if mixed else []
+    return config["sliding_window"], _unequal({"layer_types": sorted(kinds)}, "layer_types", ["sliding_attention"])
 
 
 def _unequal(config: Mapping[str, Any], key: str, *allowed: Any) -> list[Problem]:

@@ -73,7 +73,7 @@ def find_foreign_model(folder: Path, tokenizer: Path | None = None) -> ForeignMo
         config = json.loads(config_path.read_bytes())
         if not isinstance(config, dict):
             raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             Problem(f"'{config_path}' cannot be read: {error}", fix="restore it from where the model was published")
         ) from None

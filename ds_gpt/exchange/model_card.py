@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_gpt.checkpoint.saved_model import SavedModel
 from ds_gpt.config import flatten
+from ds_gpt.data import Tokenizer
 from ds_gpt.exchange.importing import ORIGIN
 from ds_gpt.model.counts import parameters
 
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 model = AutoModelForCausalLM.from_pretrained("PATH")
+inputs = tokenizer("The ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```""",
     "safetensors": """The tensors have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
     "torch": """```python
@@ -60,7 +63,7 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
         "parameters": f"{parameters(model):,}",
         "class in transformers": architecture,
         "weights": dtype,
-        "tokenizer": f"{type(saved.tokenizer).__name__}, {saved.tokenizer.vocab_size:,} ids",
+        "tokenizer": f"{_kind(saved.tokenizer)}, {saved.tokenizer.vocab_size:,} ids",
         "began from": _origin(saved),
         "optimizer steps": f"{state['step']:,}",
         "tokens trained on": f"{state['tokens']:,}",
@@ -86,6 +89,11 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
         *([f"## Training\n\n{_table(told)}"] if trained else []),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _kind(tokenizer: Tokenizer) -> str:
+    """A tokenizer's name, as ``data.tokenizer`` has it."""
+    return type(tokenizer).__name__.removesuffix("Tokenizer").lower()
 
 
 def _origin(saved: SavedModel) -> str | None:

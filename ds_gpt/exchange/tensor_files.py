@@ -92,7 +92,7 @@ class TensorFolder:
             for path in _files_of(folder):
                 file = self._files.enter_context(safe_open(path, framework="pt"))
                 self._at |= dict.fromkeys(file.keys(), file)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._files.close()
             raise ConfigError(
                 Problem(
@@ -129,13 +129,13 @@ class TensorFolder:
 
 
 def _files_of(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():  # before the index, should both be there: so transformers reads a folder
+        return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
         if outside := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{INDEX} names a file of another folder: {outside[0]!r}")
         return [folder / name for name in names]
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Literal
 from ds_gpt.data import Tokenizer
 from ds_gpt.generation.decoding import Decoder
 from ds_gpt.generation.options import Sampling
-from ds_gpt.generation.text import TextStream, end_of_text
+from ds_gpt.generation.text import TextStream
 from ds_gpt.model.gpt import GPT
 
 
@@ -20,7 +20,8 @@ class Completion:
     Attributes:
         text: without the prompt, up to a stop string.
         tokens: how many were chosen for it.
-        finish: ``length``, the number that was asked for; ``stop``, a stop string; ``end``, the separator of documents.
+        finish: ``length``, the number that was asked for; ``stop``, a stop string; ``end``, the separator of documents
+            or another end of a text.
         slid: whether it went past the context, so that its end was written without knowledge of the beginning.
     """
 
@@ -54,12 +55,12 @@ def complete(
     """
     decoder = Decoder(model, prompts, new_tokens, sampling, seeds, tokenizer.vocab_size)
     streams, counts = [TextStream(tokenizer, prompt, stop) for prompt in prompts], [0] * len(prompts)
-    end, ended = end_of_text(tokenizer), set[int]()
+    ended = set[int]()
     while decoder.running:
         added = decoder.step()
         for index, token in added.items():
             counts[index] += 1
-            if token == end:
+            if token in tokenizer.ends:
                 ended.add(index)
             else:
                 _shown(streams[index].push(token), show)

@@ -10,7 +10,6 @@ from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.data import Tokenizer
-from ds_gpt.generation.text import end_of_text
 
 _TOLD = 10  # bad lines of a file that an error names one by one
 
@@ -37,8 +36,8 @@ def encode_prompt(text: str, tokenizer: Tokenizer, fields: dict[str, Any] | None
         ConfigError: there is nothing in the prompt, or something that the tokenizer does not know.
     """
     tokens = tokenizer.encode(text).tolist()
-    if not tokens and (end := end_of_text(tokenizer)) is not None:
-        tokens = [end]
+    if not tokens:
+        tokens = [end for end in tokenizer.ends if end == tokenizer.separator]
     if not tokens:
         raise ConfigError(
             Problem(
@@ -58,11 +57,8 @@ def read_prompts(path: str | Path, tokenizer: Tokenizer) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = (
-            path.read_text(encoding="utf-8").splitlines()
-            if path.suffix == ".jsonl"
-            else path.read_text(encoding="utf-8").split("\n")
-        )
+        # Not splitlines: JSON may hold other line ends as they are, U+2028 for one.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             Problem(

@@ -25,8 +25,9 @@ def sample_next(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor, seen_B
         logits_BV = torch.where(seen_BV, penalized_BV, logits_BV)
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1)
-    # Subtracting the largest keeps a tiny temperature from overflowing.
-    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / sampling.temperature
+    # Subtracting the largest keeps a tiny temperature from overflowing; below what fp32 holds, it would be a zero.
+    temperature = max(sampling.temperature, torch.finfo(torch.float32).tiny)
+    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
     if sampling.top_k is None and sampling.top_p is None:
         return _at(scaled_BV.double().softmax(dim=-1), uniform_B)
     kept = scaled_BV.shape[-1] if sampling.top_k is None else min(sampling.top_k, scaled_BV.shape[-1])

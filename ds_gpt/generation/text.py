@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_gpt.data import CharTokenizer, Tokenizer
+from ds_gpt.data import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # what tokenizers print for bytes that are no character, or not yet one
-
-
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The token between documents, unless it is text itself: the line feed of a character tokenizer ends nothing."""
-    return None if isinstance(tokenizer, CharTokenizer) else tokenizer.separator
 
 
 class TextStream:
@@ -40,8 +35,9 @@ class TextStream:
         """Add a token; returns the text that is certain now and was not before. Once `stopped`, nothing may follow."""
         self._recent.append(token)
         decoded = self._decode(self._recent)
-        # Of an incomplete character the bytes print as one replacement, the last: all before it is settled.
-        end = len(decoded) - decoded.endswith(_REPLACEMENT)
+        # An incomplete character prints as one replacement, or (byte fallback, as Llama 2 has it) as one for each byte of
+        # it and of the characters that its bytes follow: all before them is settled.
+        end = len(decoded.rstrip(_REPLACEMENT))
         added, self._known = decoded[self._known : end], max(end, self._known)
         if end == len(decoded):
             self._recent = self._recent[self._settled :] if added else self._recent

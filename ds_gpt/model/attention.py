@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.positions import rotate, rotation
 
-Attend = Callable[..., Tensor]  # as `attend`: q, k, v, dropout, and seen_BTS where documents are kept apart
+Attend = Callable[..., Tensor]  # as `attend`: q, k, v, dropout, and seen_BTS where not all tokens before are seen
 
 
 def attend(
@@ -22,8 +22,8 @@ def attend(
     """Causal attention of T queries over S keys, of which the queries' own are the last: a mixture of values, BHTK.
 
     Each of the G key/value heads serves H / G consecutive query heads (Ainslie et al. 2023). `dropout` is a
-    probability, `window` the number of keys that a query sees, its own included (None: all); of these, only those that
-    `seen_BTS` (bool) marks, where it is given.
+    probability, `window` the number of keys that a query sees, its own included (None: all). Where `seen_BTS` (bool) is
+    given, it alone says which keys each query sees.
     """
     length, attended, shared = q_BHTK.shape[-2], k_BGSK.shape[-2], q_BHTK.shape[1] // k_BGSK.shape[1]
     if seen_BTS is None and length == attended and (window is None or window >= length):
@@ -34,7 +34,7 @@ def attend(
     if seen_BTS is None:
         seen = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
     else:
-        seen = (visible(length, attended, window, q_BHTK.device) & seen_BTS)[:, None]  # the same for all heads
+        seen = seen_BTS[:, None]  # the same for all heads
     return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=seen, dropout_p=dropout)
 
 
@@ -65,9 +65,7 @@ def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None, se
     """
     k_BHSK = k_BGSK.repeat_interleave(q_BHTK.shape[1] // k_BGSK.shape[1], dim=1)
     scores_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) / math.sqrt(q_BHTK.shape[-1])
-    seen = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device)
-    if seen_BTS is not None:
-        seen = (seen & seen_BTS)[:, None]
+    seen = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device) if seen_BTS is None else seen_BTS[:, None]
     return scores_BHTS.masked_fill(~seen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
 
 
@@ -98,11 +96,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x_BTD: Tensor, turns: Tensor | None = None, seen_BTS: Tensor | None = None) -> Tensor:
         """BTD to BTD. `turns` are the `rotation` of the tokens' positions, 0 to T - 1 where there is none.
 
-        `seen_BTS` (bool) marks the keys of each query's own document, where a token is to see no other.
+        `seen_BTS` (bool) marks the keys that each query sees, where that is not all before it.
         """
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, turns)
         self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window, seen_BTS) if self.save_attention else None
-        apart = {} if seen_BTS is None else {"seen_BTS": seen_BTS}  # not every `attend` can keep documents apart
+        apart = {} if seen_BTS is None else {"seen_BTS": seen_BTS}  # not every `attend` takes it
         y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, self.dropout if self.training else 0.0, **apart)
         return self.out(y_BHTK.transpose(1, 2).flatten(start_dim=2))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_gpt.config import ModelConfig
-from ds_gpt.model.attention import CausalSelfAttention
+from ds_gpt.model.attention import CausalSelfAttention, visible
 from ds_gpt.model.feed_forward import FeedForward
 from ds_gpt.model.positions import rotation
 
@@ -111,31 +111,44 @@ class GPT(nn.Module):
         self.initialize()
 
     def forward(
-        self, tokens_BT: Tensor, positions: Tensor | None = None, loss: Loss | None = None, documents_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        positions: Tensor | None = None,
+        loss: Loss | None = None,
+        documents_BT: Tensor | None = None,
+        prefix_B: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """BT token ids to logits, BTV; or to what `loss` makes of the last hidden states and the head's weight.
 
         `positions` (int64, T or BT) say where the tokens stand, 0 to T - 1 where there are none: a shard of a sequence
         begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
         `documents_BT` (int64): a token sees only those before it that have its number. Without, it sees all.
+        `prefix_B` (int64): so many tokens of each sequence, its first, are seen by all others, also by those before.
         """
         x_BTD = self.embedding(tokens_BT, positions)
-        shared = self.shared(x_BTD, positions, documents_BT)
+        shared = self.shared(x_BTD, positions, documents_BT, prefix_B)
         for block in self.blocks:
             x_BTD = self.run_block(block, x_BTD, *shared)
         return self.head(self.norm(x_BTD), loss)
 
-    def shared(self, x_BTD: Tensor, positions: Tensor | None, documents_BT: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def shared(
+        self, x_BTD: Tensor, positions: Tensor | None, documents_BT: Tensor | None = None, prefix_B: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         """What all blocks read beside the stream, made once for all of them: the rotation of rotary positions, and
-        which keys belong to a query's document."""
-        turns = None
+        which keys each query sees where that is not all before it."""
+        turns, length = None, x_BTD.shape[1]
         if self.config.positions == "rotary":
             if positions is None:
-                positions = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+                positions = torch.arange(length, device=x_BTD.device)
             turns = rotation(positions, self.config.head_width, self.config.rope_theta).to(x_BTD.dtype)
-        if documents_BT is None:
+        if documents_BT is None and prefix_B is None:
             return () if turns is None else (turns,)
-        return turns, documents_BT[:, :, None] == documents_BT[:, None, :]
+        seen_BTS = visible(length, length, self.config.sliding_window, x_BTD.device)[None]
+        if prefix_B is not None:
+            seen_BTS = seen_BTS | (torch.arange(length, device=x_BTD.device) < prefix_B[:, None])[:, None]
+        if documents_BT is not None:
+            seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
+        return turns, seen_BTS
 
     def as_layers(self) -> list[nn.Module]:
         """The modules that `forward` chains, in order: embedding, blocks, final norm, head.
@@ -157,6 +170,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.attention.out.apply(partial(draw, std=residual_std))
             block.feed_forward.down.apply(partial(draw, std=residual_std))
+
+    def score(self) -> None:
+        """Let the head give one number a token instead of logits: the model becomes a reward model."""
+        weight = self.head.weight
+        self.head = Head(self.config.width, 1, bias=False, dtype=weight.dtype, device=weight.device)
+        self.head.apply(partial(draw, std=INIT_STD))
 
     @property
     def save_attention(self) -> bool:

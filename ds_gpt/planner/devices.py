@@ -152,6 +152,6 @@ def device_named(name: str, known: Mapping[str, Device] = DEVICES) -> Device:
     key = key if key in known else _ALIASES.get(key, key)
     if key not in known:
         raise ConfigError(
-            Problem(f"--device {name} is not known", "the plan needs its memory and its bandwidths", f"{did_you_mean(key, [*known, *_ALIASES])} Or describe it: --device-file")
+            Problem(f"--device {name} is not known", "the plan needs its memory and its bandwidths", f"{did_you_mean(key, [*known, *_ALIASES])}; or describe it in a --device-file")
         )
     return known[key]

@@ -117,9 +117,11 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     yield f"  {speed.step_s * 1000:,.0f} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}"
     total = sum(speed.parts.values())
     yield "  time: " + ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]) if seconds / total > 0.005)
-    days = [steps * seconds / 86400 for seconds in (speed.step_s, *speed.range_s)]
-    cost = f", {days[0] * 24 * shapes.devices * price:,.0f} USD at {price:g} a device and hour" if price is not None else ""
-    yield f"  {steps:,} steps: {days[0]:.2f} days (between {days[1]:.2f} and {days[2]:.2f}){cost}"
+    training_s = steps * speed.step_s
+    unit, unit_s = _unit(training_s)
+    shortest, longest = (steps * bound / unit_s for bound in speed.range_s)
+    cost = f", {training_s / 3600 * shapes.devices * price:,.0f} USD at {price:g} a device and hour" if price is not None else ""
+    yield f"  {steps:,} steps: {training_s / unit_s:.1f} {unit} (between {shortest:.1f} and {longest:.1f}){cost}"
     kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
     host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
     yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + f" GiB{host}"
@@ -137,15 +139,22 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
         yield f"runner-up: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {behind.needed_bytes[1] / GIB:.1f} GiB"
 
 
+def _unit(seconds: float) -> tuple[str, float]:
+    """In which unit a duration reads best, and the seconds in one."""
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next((unit for unit in units if seconds >= unit[1]), units[-1])
+
+
 def cheapest_devices(found: Sequence[tuple[float, Device, Candidate]], tokens: float) -> Iterator[str]:
     """The run's cost on each device that it fits, cheapest first."""
     if not found:
         yield "cheapest device: none whose price is known would do"
         return
     yield f"cheapest devices that would do, {found[0][2].shapes.devices} of each (list prices, a guide):"
+    unit, unit_s = _unit(max(tokens / best.speed.tokens_per_s for _, _, best in found[:5]))
     for per_million, device, best in found[:5]:
-        days = tokens / best.speed.tokens_per_s / 86400
-        yield f"  {device.key:<15} {per_million * tokens / 1e6:>12,.2f} USD  {days:>8.2f} days  {label(best)}"
+        duration = tokens / best.speed.tokens_per_s / unit_s
+        yield f"  {device.key:<15} {per_million * tokens / 1e6:>12,.2f} USD  {duration:>8.1f} {unit}  {label(best)}"
 
 
 def why(candidate: Candidate, found: Sequence[Candidate], device: Device) -> str:

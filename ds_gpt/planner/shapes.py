@@ -112,6 +112,16 @@ class Shapes:
                     "--set data.attend_across_documents=true, and leave room for them",
                 )
             )  # fmt: skip
+        if composed.run.lora.rank is not None or composed.run.stage != "pretrain" or not composed.run.generates:
+            raise ConfigError(
+                Problem(
+                    f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, "
+                    f"lora.rank = {composed.run.lora.rank}",
+                    "the planner knows the pre-training of every weight on next tokens only",
+                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token (pairs: of twice the micro-batch); "
+                    "leave room for masks, T x T a sequence",
+                )
+            )
         stage, precision = composed.zero_stage, composed.precision
         overlap = zero.get("overlap_comm")
         return cls(

@@ -89,7 +89,7 @@ class Console:
     def summary(self, composed: Composed, run_folder: str, corpus: str) -> None:
         """What is about to run, and what was decided on the user's behalf."""
         run, hardware = composed.run, composed.hardware
-        shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary}"
+        shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary:,}"
         batch = f"{composed.micro_batch_size} a rank x {_counted(hardware.world_size, 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"

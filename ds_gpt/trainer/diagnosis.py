@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ds_gpt.trainer.finding import Finding
 from ds_gpt.trainer.health import DIVERGED, GRADIENT_JUMP, LONE_SPIKE, MAX_GRADIENT, MIN_GRADIENT, MIN_HISTORY, MIN_LOSS_SCALE, PROGRESS, Level, spike_limit
 from ds_gpt.trainer.metrics_history import History
 
@@ -26,29 +25,11 @@ APART = 8  # lines between two places; nearer, they are one
 FIRST_STEPS = 20  # a large model's gradients may be large in them, and its speed is not yet its speed
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something a good engineer would say.
-
-    Attributes:
-        kind: one word for programs.
-        severity: "problem" costs the run, "warning" costs time or quality, "note" is good to know.
-        what: what is seen, with steps and numbers.
-        remedy: what to do.
-        spans: (first, last) steps where it shows.
-    """
-
-    kind: str
-    severity: Literal["problem", "warning", "note"]
-    what: str
-    remedy: str
-    spans: tuple[tuple[int, int], ...] = ()
-
-
 def diagnose(history: History) -> list[Finding]:
     """Everything worth saying, the gravest first; an empty list where nothing is wrong."""
     checks: tuple[Callable[[History], Iterator[Finding]], ...] = (
         _non_finite, _loss_scale, _learning, _guessing, _spikes, _overfitting, _plateau, _gradients, _learning_rate, _throughput, _stragglers, _rollbacks, _validation,
+        _forgetting,
     )  # fmt: skip
     findings = [finding for check in checks for finding in check(history)]
     findings += _unlogged(history, findings)
@@ -340,3 +321,14 @@ def _validation(history: History) -> Iterator[Finding]:
     if due and not np.isfinite(history.column("val_loss")).any():
         what = f"no validation loss in {lines} lines up to step {history.steps[-1]}: overfitting would not be seen"
         yield Finding("no_validation", "warning", what, "evaluation.every, of 1 to 5% of training.steps")
+
+
+def _forgetting(history: History) -> Iterator[Finding]:
+    """What a tuned model has lost of its pre-training: its learning rate is too high for tuning."""
+    losses, before = history.column("val_pretraining_loss"), history.column("pretraining_loss_before")
+    known, start = np.flatnonzero(np.isfinite(losses)), before[np.isfinite(before)]
+    if len(known) and len(start) and losses[known[-1]] > start[0] + DIVERGED:
+        now = f"{losses[known[-1]]:.5g} at step {history.steps[known[-1]]}"
+        what = f"it forgets: loss on the text of its pre-training was {start[0]:.5g} and is {now}"
+        remedy = "lower optimizer.lr (a tenth), fewer steps, or lora, if it is to keep what it knew"
+        yield Finding("forgetting", "warning", what, remedy)

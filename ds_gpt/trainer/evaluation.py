@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from ds_gpt.engine.engine import Engine
 from ds_gpt.generation.decoding import generate
 from ds_gpt.generation.options import Sampling
 from ds_gpt.learning.loss import IGNORE_INDEX
+from ds_gpt.learning.objectives import next_token
 
 _PROBE_SEQUENCES = 16
 
@@ -31,10 +33,13 @@ class Validation:
         self._windows = rank_share(windows, ranks.rank, ranks.world_size)
         probe = dataset.val.evaluation_windows(run.model.context, _PROBE_SEQUENCES)
         self._probe = rank_share(probe, ranks.rank, ranks.world_size)
+        self.metrics: dict[str, float] = {}
 
     def loss(self) -> float:
-        """Token-weighted mean loss, nats a token; every rank must call it."""
-        return self._engine.evaluate(self._batches(self._windows))
+        """Token-weighted mean loss, nats a token; every rank must call it. What else was measured is in `metrics`."""
+        loss, metrics = self._engine.measure(self._batches(self._windows))
+        self.metrics = {f"val_{name}": value for name, value in metrics.items()}
+        return loss
 
     def probe_loss(self) -> float:
         """The same over a few windows that do not depend on the run's settings, to know a model again by."""
@@ -47,13 +52,25 @@ class Validation:
             yield tuple(tensor_BT.to(self._engine.ranks.device) for tensor_BT in batch)
 
 
+def pretraining_loss(dataset: Dataset, engine: Engine) -> float:
+    """Loss of the next token, nats, on text of the pre-training, whatever is learned now; every rank must call it."""
+    run, ranks = engine.composed.run, engine.ranks
+    context, size = run.model.context, engine.composed.micro_batch_size
+    windows = dataset.val.evaluation_windows(context, run.evaluation.pretraining_sequences)
+    windows = rank_share(windows, ranks.rank, ranks.world_size)
+    starts = (windows[first : first + size] for first in range(0, len(windows), size))
+    batches = (window_batch(dataset.val, some, context, IGNORE_INDEX) for some in starts)
+    on_device = (tuple(tensor_BT.to(ranks.device) for tensor_BT in batch) for batch in batches)
+    return engine.measure(on_device, partial(next_token, run))[0]
+
+
 def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
     """The prompt, continued by the model; every rank must call it. A prompt that has no tokens is replaced.
 
     All ranks draw from equal random states, so they generate the same text and stay together under ZeRO-3.
     """
     try:
-        prompt = dataset.tokenizer.encode(sample.prompt)
+        prompt = dataset.tokenizer.encode(dataset.framed(sample.prompt))
     except ConfigError:  # the prompt of a recipe may not suit the corpus it was pointed at
         prompt = np.empty(0, dtype=np.int64)
     if len(prompt) == 0:

@@ -34,13 +34,15 @@ def import_run(foreign: ForeignModel, run_dir: str | None, hardware: Hardware) -
 
     Args:
         foreign: the model.
-        run_dir: the folder, where the user chose it; otherwise ``runs/NAME``, with the name of the model's folder.
+        run_dir: the folder, where the user chose it, which then names the run; otherwise ``runs/NAME``, with the name
+            of the model's folder.
         hardware: what the run's configuration is composed for.
 
     Raises:
         ConfigError: the folder exists or cannot be written; the weights are not what config.json says.
     """
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", foreign.folder.resolve().name).lstrip("._-") or "imported"
+    named_by = Path(run_dir) if run_dir else foreign.folder
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", named_by.resolve().name).lstrip("._-") or "imported"
     path = Path(run_dir or Path("runs") / name)
     # Where the corpus is chosen later, the tokenizer is not: it must be the one that the model knows.
     data = {"corpus": "python_docs", "tokenizer": str((path / "tokenizer.json").absolute())}

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_gpt.checkpoint.adapter import write_adapter
+from ds_gpt.checkpoint.folder import complete
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.config import Composed
 from ds_gpt.data import Dataset
@@ -14,10 +16,11 @@ from ds_gpt.data.loader import BatchLoader
 from ds_gpt.engine.engine import Engine, StepResult
 from ds_gpt.learning.schedule import schedule
 from ds_gpt.trainer.console import Console
-from ds_gpt.trainer.evaluation import Validation, sample_text
+from ds_gpt.trainer.evaluation import Validation, pretraining_loss, sample_text
 from ds_gpt.trainer.interruption import Interruption
 from ds_gpt.trainer.keeper import Keeper
 from ds_gpt.trainer.recorder import Recorder
+from ds_gpt.trainer.reference import remember_reference
 from ds_gpt.trainer.run_folder import RunFolder
 from ds_gpt.trainer.watchdog import Watchdog
 
@@ -40,9 +43,19 @@ class Outcome:
 class Trainer:
     """Everything one rank needs to train. Every rank has one; only rank 0's writes and prints."""
 
-    def __init__(self, composed: Composed, dataset: Dataset, engine: Engine, folder: RunFolder, console: Console | None) -> None:
+    def __init__(
+        self,
+        composed: Composed,
+        dataset: Dataset,
+        engine: Engine,
+        folder: RunFolder,
+        console: Console | None,
+        pretraining: Dataset | None = None,
+    ) -> None:
         run, ranks = composed.run, engine.ranks
         self.composed, self.dataset, self.engine, self.folder = composed, dataset, engine, folder
+        if run.stage == "dpo":  # before any step, or checkpoint, changes what the engine started from
+            remember_reference(engine, dataset)
         sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
         share = ranks.rank, ranks.world_size, composed.micro_batch_size
         self.loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
@@ -51,6 +64,7 @@ class Trainer:
         self.recorder = Recorder(composed, ranks, folder, console)
         self.watchdog = Watchdog(folder.path, ranks.rank, run.health.hang_timeout_s, engine.model)
         self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder, self.watchdog)
+        self._pretraining = pretraining  # data of the run that this one started from, to see what is forgotten
         self._val_loss: float | None = None
 
     def resume(self, checkpoint: Path) -> RunState:
@@ -61,6 +75,8 @@ class Trainer:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
         run, recorder = self.composed.run, self.recorder
         interrupted = False
+        if self._pretraining is not None and state.step == 0:
+            recorder.note({"pretraining_loss_before": pretraining_loss(self._pretraining, self.engine)})
         with Interruption() as interruption, recorder.recording(state.step), self.watchdog, self._closing():
             while state.step < run.training.steps and not interrupted:
                 lr = self.learning_rate(state.step) * state.factor()
@@ -69,7 +85,9 @@ class Trainer:
                 state = self._after_step(state.after_step(self.composed.tokens_per_step), lr, result)
                 interrupted = result.interrupted
                 self.watchdog.beat()
-            text = "" if interrupted else sample_text(self.engine, self.dataset, run.sample)
+            text = "" if interrupted or not run.generates else sample_text(self.engine, self.dataset, run.sample)
+        if run.lora.rank is not None and self.engine.ranks.is_first:
+            write_adapter(complete(self.folder.checkpoints)[0], run, self.folder.adapter)
         recorder.say(f"\nsaved in {self.folder.checkpoints}" + (f", as asked to stop: go on with --resume {self.folder.path}" if interrupted else ""))
         if text and self.engine.ranks.is_first:
             self.folder.sample.write_text(text, encoding="utf-8")
@@ -85,6 +103,7 @@ class Trainer:
         if not result.interrupted and (last or state.step % run.evaluation.every == 0):
             with recorder.stopwatch.paused():
                 val_loss = self._val_loss = self.validation.loss()
+                recorder.note(self._measured_beside(state, last))
         verdict = health.observe(state.step, result.loss, result.grad_norm, result.applied, result.loss_scale, val_loss)
         if val_loss is not None or result.interrupted or verdict.severity != "ok" or state.step % run.log_every == 0:
             recorder.metrics(state, lr, result, val_loss, self.engine.slowest_rank())
@@ -99,6 +118,15 @@ class Trainer:
             elif result.interrupted:
                 self.keeper.save_if_due(earlier, None, last=True)
         return earlier or state
+
+    def _measured_beside(self, state: RunState, last: bool) -> dict[str, float]:
+        """What an evaluation shows besides its loss; a sample is printed where the configuration wants one."""
+        run = self.composed.run
+        if run.sample.every_evaluation and run.generates and not last:
+            self.recorder.event(state.step, "sample", f"sample:\n{sample_text(self.engine, self.dataset, run.sample)}")
+        if self._pretraining is None:
+            return self.validation.metrics
+        return {**self.validation.metrics, "val_pretraining_loss": pretraining_loss(self._pretraining, self.engine)}
 
     @contextmanager
     def _closing(self) -> Iterator[None]:

@@ -49,6 +49,14 @@ def validation_data(saved: SavedModel, corpus: str | None) -> Dataset:
         ConfigError: the corpus cannot be read, or its tokenizer is not the model's.
     """
     data = saved.run.data
+    if corpus is None and saved.run.stage != "pretrain":
+        raise ConfigError(
+            Problem(
+                f"the run of '{saved.checkpoint}' learned from examples, not from text (stage: {saved.run.stage})",
+                "text is what is measured here",
+                "give text: --corpus FILE",
+            )
+        )
     if corpus is not None:
         tokenizer = saved.checkpoint.absolute().parent.parent / "tokenizer.json"
         data = data.model_copy(update={"corpus": corpus, "tokenizer": str(tokenizer), "attend_across_documents": True})
@@ -76,6 +84,7 @@ def measure(saved: SavedModel, dataset: Dataset, device: torch.device, sequences
     run, model = saved.run, saved.load(device)
     windows = dataset.val.evaluation_windows(run.model.context, sequences)
     sizes = token_bytes(dataset.tokenizer)
+    apart = not run.data.attend_across_documents and dataset.val.has_documents  # a text given by --corpus has none
     batch = max(1, run.loss_chunk_tokens // run.model.context)  # as many logits as training forms at a time
     bins = torch.zeros(3, BINS, dtype=torch.float64, device=device)
     loss_sum, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -85,7 +94,7 @@ def measure(saved: SavedModel, dataset: Dataset, device: torch.device, sequences
             windows[start : start + batch],
             run.model.context,
             IGNORE_INDEX,
-            not run.data.attend_across_documents,
+            apart,
         )
         inputs_BT, targets_BT, *documents_BT = (tensor_BT.to(device) for tensor_BT in found)
         logits_BTV = model(inputs_BT, documents_BT=documents_BT[0] if documents_BT else None)

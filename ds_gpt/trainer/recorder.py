@@ -72,7 +72,7 @@ class Recorder:
         if slowest is not None:
             rank, slowdown = slowest
             metrics |= {"straggler": rank if slowdown > _STRAGGLES else None, "straggler_slowdown": slowdown}
-        metrics |= self._notes
+        metrics |= result.metrics | self._notes
         self._notes = {}
         for sink in self._sinks:
             with self._surviving_a_full_disk():
@@ -92,6 +92,10 @@ class Recorder:
         """Move the progress bar to a step that is not recorded."""
         if self._console:
             self._console.advance(step)
+
+    def note(self, metrics: Metrics) -> None:
+        """Add to the next recorded step."""
+        self._notes |= metrics
 
     def event(
         self, step: int, name: str, text: str, facts: dict[str, Any] | None = None, metrics: Metrics | None = None, show: bool = True

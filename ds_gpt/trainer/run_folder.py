@@ -27,7 +27,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
 class RunFolder:
-    """``runs/NAME``: configuration, environment, tokenizer, metrics, checkpoints, TensorBoard events, sample."""
+    """``runs/NAME``: configuration, environment, tokenizer, metrics, checkpoints, TensorBoard events, sample, adapter."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,6 +36,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.sample = path / "sample.txt"
+        self.adapter = path / "adapter"
 
     @classmethod
     def create(cls, run_dir: str | None, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> RunFolder:

@@ -169,14 +169,14 @@ def test_it_needs_neither_deepspeed_nor_more_memory_than_the_weights(run: Path, 
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
     code = f"""
 import sys
-from ds_gpt.checkpoint import saved_model
+from ds_gpt.checkpoint import initial, saved_model
 def own(): return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1])
-class Watched(saved_model.ShardReader):
+class Watched(initial.ShardReader):
     def read(self, *arguments):
         result = super().read(*arguments)
         seen.append(own())
         return result
-saved_model.ShardReader, seen = Watched, []
+initial.ShardReader, seen = Watched, []
 saved_model.find_saved_model({str(run)!r}).load()
 before = own()
 model = saved_model.find_saved_model({str(folder)!r}).load()

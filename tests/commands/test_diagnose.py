@@ -39,7 +39,7 @@ def test_a_file_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TEXT, "any.jsonl")
     ended = diagnosed(tmp_path, path)
     assert f"step 200, 12,800 tokens, loss {LINES[0]['loss']:.5g} -> {LINES[-1]['loss']:.5g}, " in ended.out and "best validation loss 1.9 at step 200" in ended.out
-    assert "Nothing is wrong." in ended.out and f"curves in {tmp_path / 'diagnosis.png'}" in ended.out
+    assert "Nothing wrong was found." in ended.out and f"curves in {tmp_path / 'diagnosis.png'}" in ended.out
     assert (tmp_path / "diagnosis.png").read_bytes()[:4] == b"\x89PNG"
     diagnosed(tmp_path, path, "--plot", tmp_path / "other.svg")
     assert (tmp_path / "other.svg").exists()
@@ -49,12 +49,12 @@ def test_a_spike_is_told_with_evidence_and_remedy(tmp_path: Path) -> None:
     lines = [line | {"loss": 9.0} if 120 <= line["step"] < 130 else line for line in LINES]
     ended = diagnosed(tmp_path, written(tmp_path, "".join(json.dumps(line) + "\n" for line in lines)))
     assert "1. warning: 1 loss spike: step 120 (1.2" in ended.out and "-> 9, back at step 130)" in ended.out and "   do: " in ended.out
-    assert "Nothing is wrong" not in ended.out
+    assert "Nothing wrong was found" not in ended.out
 
 
 def test_a_file_that_is_being_written_and_was_cut_off(tmp_path: Path) -> None:
     written(tmp_path, TEXT + '{"step": 201, "lo')
-    assert "Nothing is wrong." in diagnosed(tmp_path, tmp_path).out
+    assert "Nothing wrong was found." in diagnosed(tmp_path, tmp_path).out
     written(tmp_path, TEXT.replace('{"step": 50,', '{"step": 49, "lo{"step": 50,') + '\n{"step": 201, "loss": null}\n')
     ended = diagnosed(tmp_path, tmp_path)
     assert "1 lines of the metrics cannot be read" in ended.out and "NaN or infinity in the loss in 1 of 200 lines: step 201" in ended.out
@@ -64,14 +64,14 @@ def test_events_of_the_run_folder_are_read(tmp_path: Path) -> None:
     written(tmp_path, TEXT)
     written(tmp_path, '{"step": 90, "event": "rollback", "to_step": 50}\n{"step": 95, "ev', "events.jsonl")
     ended = diagnosed(tmp_path, tmp_path)
-    assert "Nothing is wrong. Worth a note:" in ended.out and "rolled back 1 time: from step 90 to 50" in ended.out
+    assert "Nothing wrong was found. Worth a note:" in ended.out and "rolled back 1 time: from step 90 to 50" in ended.out
 
 
 def test_events_tell_what_the_lines_missed(tmp_path: Path) -> None:
     written(tmp_path, TEXT)
     written(tmp_path, '{"step": 90, "event": "gradient_spike", "since": 88, "text": "gradient norm 22.5 at step 90"}\n', "events.jsonl")
     ended = diagnosed(tmp_path, tmp_path)
-    assert "1. warning: health saw, at every step: gradient norm 22.5" in ended.out and "Nothing is wrong" not in ended.out
+    assert "1. warning: health saw, at every step: gradient norm 22.5" in ended.out and "Nothing wrong was found" not in ended.out
 
 
 def test_json_is_strict(tmp_path: Path) -> None:

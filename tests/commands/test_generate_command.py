@@ -18,13 +18,16 @@ import pytest
 import torch
 from saved_run import save_run
 
+from ds_gpt.commands.arguments import torch_device
 from ds_gpt.commands.generate import generate, parser, place
 from ds_gpt.config import ConfigError
 from ds_gpt.config.run import ModelConfig
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.byte_pairs import BpeTokenizer
+from ds_gpt.data.tokenizer_json import end_name
 from ds_gpt.generation.decoding import generate as decode
 from ds_gpt.generation.options import Sampling
+from ds_gpt.generation.prompts import read_prompts
 from ds_gpt.model.gpt import GPT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -115,6 +118,15 @@ def test_a_file_of_prompts_is_answered_in_json_lines(
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in answers[:4]]
 
 
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path) -> None:
+    """JSON may hold other line ends of Unicode as they are; a byte order mark, which some editors write, is no text."""
+    prompts = ["a\u2028b", "c\u0085d"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in prompts]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(lines))
+    tokenizer = CharTokenizer.from_text("".join(prompts))
+    assert [prompt.text for prompt in read_prompts(tmp_path / "a.jsonl", tokenizer)] == prompts
+
+
 def test_stop_strings(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.txt").write_text("the cat\na\nq\n")
     arguments = (run, "--batch-file", tmp_path / "prompts.txt", "--seed", 3, "--max-new-tokens", 40)
@@ -145,6 +157,30 @@ def test_byte_pairs_end_at_the_separator_and_begin_at_it_without_a_prompt(
         assert answer["completion"] == tokenizer.decode(kept)
         assert (answer["finish"], answer["tokens"]) == (("end", len(kept) + 1) if ended else ("length", 60))
     assert {answer["finish"] for answer in answers} == {"end", "length"}
+
+
+def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 2 begins texts with <s>, our separator then, and ends them with </s>: neither is text."""
+    trained = BpeTokenizer.train(["the cat sat on the mat, the cat. " * 20], 290)
+    fields, begin, end = trained.to_dict(), trained.vocab_size, trained.vocab_size + 1
+    named = {"<s>": begin, "</s>": end}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    fields["added_tokens"] = [{"id": i, "content": name, **flags} for name, i in named.items()]
+    del fields["model"]["vocab"]["<|endoftext|>"]
+    tokenizer = BpeTokenizer.from_dict(fields)
+    assert (tokenizer.separator, tokenizer.ends, end_name(tokenizer)) == (begin, (begin, end), "</s>")
+    run = save_run(tmp_path / "foreign", random_model(tokenizer.vocab_size), tokenizer)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ""}\n' * 40)
+    arguments = ("--batch-file", tmp_path / "prompts.jsonl", "--seed", 3, "--max-new-tokens", 60, "--temperature", 3)
+    answers = [json.loads(line) for line in texts(capsys, run, *arguments)[0].splitlines()]
+    continued = decode(random_model(tokenizer.vocab_size), [[begin]] * 40, 60, Sampling(3.0), seed=3)
+    ended_by = set()
+    for answer, tokens in zip(answers, continued, strict=True):
+        places = [place for place, token in enumerate(tokens) if token in named.values()]
+        assert answer["finish"] == ("end" if places else "length")
+        assert answer["tokens"] == (places[0] + 1 if places else 60) and "s>" not in answer["completion"]
+        ended_by |= {tokens[place] for place in places[:1]}
+    assert ended_by == {begin, end}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +228,13 @@ def test_precision_is_fp32_on_a_cpu_unless_bf16_is_asked_for() -> None:
 
     assert chosen() == chosen("--precision", "fp32") == torch.float32
     assert chosen("--precision", "bf16") == torch.bfloat16
+
+
+def test_a_gpu_that_is_not_there_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch_device("auto") == torch_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="PyTorch finds no GPU"):
+        torch_device("cuda")
 
 
 def test_the_command_itself(run: Path) -> None:

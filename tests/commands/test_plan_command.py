@@ -61,12 +61,22 @@ def test_what_fits_nowhere_is_said_with_the_reason() -> None:
 def test_why_names_the_remedy() -> None:
     result = plan(*GPT_1B[:2], "--device", "l4", "--devices", "8", "--why")
     assert re.search(r"activations .* GiB of 22\.5, .* too much; (full|selective) checkpointing would bring them to", result.stdout)
+    assert "every setting fits\n" in plan(*GPT_1B[:2], "--device", "h100", "--why").stdout
+
+
+@pytest.mark.parametrize(("steps", "unit"), [(15, "minutes"), (45_000, "hours"), (1_500_000, "days")])
+def test_durations_have_the_unit_that_reads_best(steps: int, unit: str) -> None:
+    said = plan(*GPT_1B[:2], "--device", "h100", "--set", f"training.steps={steps}", "--search").stdout
+    step_ms, total = re.search(rf"  ([\d,]+) ms a step .*?{steps:,} steps: ([\d.]+) {unit} \(between", said, re.DOTALL).groups()  # type: ignore[union-attr]
+    seconds = {"minutes": 60, "hours": 3600, "days": 86400}[unit]
+    assert float(total) == pytest.approx(steps * float(step_ms.replace(",", "")) / 1000 / seconds, abs=0.06, rel=0.002)
+    assert re.search(rf"  h100 .* USD +[\d.]+ {unit} ", said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--device", "a100-41gb"), "did you mean 'a100-40gb'"),
+        (("--device", "a100-41gb"), "did you mean 'a100-40gb'?; or describe it in a --device-file"),
         (("--devices", "0"), "--devices 0 is not a number of GPUs"),
         (("--devices", "7"), "batch.global_batch_size = 64 is not 7 ranks"),
         (("--price", "-1"), "--price -1.0 is not a price"),

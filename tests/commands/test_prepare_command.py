@@ -32,6 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     of_docs = ("docs.jsonl", "--tokenizer", "bpe", "--bpe-vocab-size", 500, "--field", "body")
     ended = ran(folder, *DS_GPT, "prepare", "docs", *of_docs, "--val-fraction", 0.2, "--processes", 2)
     assert ended.status == 0, ended.err
+    assert ended.out.startswith("docs: ")
     assert "of a vocabulary of 500, 40 documents" in ended.out and "MB/s" in ended.out and "--set data.corpus=docs" in ended.out
     of_text = ("*.txt", "--document-separator", "<end>", "--tokenizer", "docs/tokenizer.json")
     ended = ran(folder, *DS_GPT, "prepare", "text", *of_text, "--val-fraction", 0.2, "--processes", 1)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ds_gpt.data import CharTokenizer, prepare, preparation
 from ds_gpt.data.documents import Reading
 from ds_gpt.data.preparation import Settings, prepare_corpus
 from ds_gpt.data.prepared import open_prepared
+from ds_gpt.data.workers import each
 
 CHAR, BPE = Settings("char", val_fraction=0.2), Settings("bpe", bpe_vocab_size=400, val_fraction=0.2)
 
@@ -219,6 +221,44 @@ def test_what_cannot_be_prepared_is_said_at_once(tmp_path):
     for processes in (1, 2):
         with pytest.raises(ConfigError, match="c.jsonl' is not JSONL at byte 14"):
             made(tmp_path / f"bad{processes}", [str(tmp_path / "c.jsonl"), str(tmp_path / "a.jsonl")], CHAR, processes)
+
+
+def test_a_first_try_that_came_to_nothing_does_not_claim_the_folder(tmp_path):
+    """Mistyped sources and settings are corrected in the same folder; what it holds of others is never taken for ours."""
+    source, out = write_jsonl(tmp_path / "a.jsonl", texts(30)), tmp_path / "out"
+    with pytest.raises(ConfigError, match="is no file"):
+        made(out, ["/no/such"])
+    (out / ".plan.json.0123.tmp").touch()  # killed while it wrote its plan
+    with pytest.raises(ConfigError, match="name the field by --field"):
+        made(out, [source], Settings("char", reading=Reading("txt")))
+    assert sum(shard.n_documents for shard in made(out, [source]).train) > 0
+    assert not list(out.glob(".*.tmp"))
+    (tmp_path / "others" / "train").mkdir(parents=True)
+    (tmp_path / "others" / "train" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="others' holds something else"):
+        made(tmp_path / "others", [source])
+
+
+def test_a_full_disk_is_told_and_gone_on_from(tmp_path):
+    source, limits = write_jsonl(tmp_path / "a.jsonl", texts(300)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    made(tmp_path / "whole", [source])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a full disk, the kernel refuses to write more
+    try:
+        with pytest.raises(ConfigError, match="out' cannot be finished: .*File too large"):
+            made(tmp_path / "out", [source])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    made(tmp_path / "out", [source])
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def dies(item, counters):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_is_told():
+    with pytest.raises(ConfigError, match="ended from outside(.|\n)*fewer --processes"):
+        each(dies, [1, 2], 2)
 
 
 def test_an_error_in_a_worker_is_the_users_to_read(tmp_path, small_pieces):

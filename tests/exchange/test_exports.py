@@ -20,6 +20,7 @@ from ds_gpt.checkpoint.saved_model import SavedModel, find_saved_model
 from ds_gpt.checkpoint.shards import write_shard
 from ds_gpt.config import ConfigError, ModelConfig
 from ds_gpt.data import CharTokenizer
+from ds_gpt.data.byte_pairs import BpeTokenizer
 from ds_gpt.exchange.exporting import export
 from ds_gpt.exchange.families import family_of
 from ds_gpt.exchange.tensor_files import parse_bytes
@@ -105,6 +106,7 @@ def test_the_card_tells_how_it_was_trained(run: Path, tmp_path: Path) -> None:
         "fp32, ZeRO stage 3",
         f"{saved.state['val_loss']:.4f} nats",
         "| optimizer steps | 30 |",
+        f"| tokenizer | synthetic, {saved.tokenizer.vocab_size} ids |",
     ):
         assert told in card
     assert (
@@ -250,3 +252,20 @@ def test_a_character_tokenizer_travels(run: Path, tmp_path: Path) -> None:
         and tokenizer.encode("ab\n 漢") == other.tokenizer.encode("ab\n 漢").tolist()
     )
     assert tokenizer.model_max_length == 16 and tokenizer.eos_token is None
+
+
+def test_what_ends_a_text_there_ends_it_here(run: Path, tmp_path: Path) -> None:
+    """A tokenizer of others begins texts with one token and ends them with another: the export says which is which."""
+    saved = find_saved_model(run)
+    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *map(str, range(VOCABULARY - 3))])}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": words[word], "content": word, **flags} for word in ("<unk>", "<s>", "</s>")]
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    pieces = {"type": "WhitespaceSplit"}
+    tokenizer = BpeTokenizer.from_dict({"version": "1.0", "added_tokens": added, "pre_tokenizer": pieces, "model": model})
+    export(SavedModel(saved.checkpoint, saved.run, tokenizer, saved.state), tmp_path / "out", "hf")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == [1, 2]
+    assert loaded.config.bos_token_id == 1
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")

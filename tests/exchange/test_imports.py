@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ds_gpt.checkpoint.saved_model import find_saved_model
 from ds_gpt.config import ConfigError
-from ds_gpt.exchange.foreign_config import read_config
+from ds_gpt.exchange.foreign_config import _DEFAULTS, read_config
 from ds_gpt.exchange.importing import find_foreign_model
 from ds_gpt.trainer.imported_run import import_run
 
@@ -134,7 +134,22 @@ def test_older_configs_mean_what_they_meant(llama: Path, tmp_path: Path) -> None
         (
             "llama",
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None},
-            "rope_type = 'linear'",
+            "type = 'linear'",
+        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type = 'linear'"),  # beside rope_parameters
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("llama", {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters = {'full_attention'"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "int too large"),
+        ("llama", {"num_attention_heads": 0}, "division"),
+        ("llama", {"num_hidden_layers": 10**9}, "layers = 1000000000"),
+        ("gpt2", {"n_embd": 10**10}, "width = 10000000000"),
+        ("gpt2", {"model_type": ["gpt2"]}, "model_type = \\['gpt2'\\]"),
+        (
+            "gpt2",
+            {"model_type": "ds_gpt", "model": {"layers": 1, "width": 8, "heads": 2, "context": 4}},
+            "vocab_size is 'auto'",
         ),
         ("llama", {"head_dim": 16}, "head_dim = 16"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -150,6 +165,16 @@ def test_what_ours_does_not_compute_is_refused(
     edit(folder, **values)
     with pytest.raises(ConfigError, match=message):
         imported(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", _DEFAULTS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
+    theirs = transformers.AutoConfig.for_model(kind)
+    assert {key: getattr(theirs, key) for key in _DEFAULTS[kind] if key != "sliding_window"} == {
+        key: value for key, value in _DEFAULTS[kind].items() if key != "sliding_window"
+    }
+    window = type(theirs)(use_sliding_window=True).sliding_window if "sliding_window" in _DEFAULTS[kind] else None
+    assert window == _DEFAULTS[kind].get("sliding_window")
 
 
 def test_a_config_without_its_numbers_is_refused() -> None:
@@ -186,14 +211,29 @@ def test_damaged_and_missing_files_are_told(llama: Path, tmp_path: Path) -> None
         json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}})
     )
     assert "a file of another folder" in refused(llama, tmp_path / "run")
+    deep = "[" * 100_000  # more than Python's parser follows
+    (llama / "model.safetensors.index.json").write_text(deep)
+    assert "cannot be read" in refused(llama, tmp_path / "run")
+    for content in (deep, '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}'):
+        (llama / "tokenizer.json").write_text(content)
+        assert "is not a tokenizer" in refused(llama, tmp_path / "run")
     (llama / "tokenizer.json").unlink()
     assert "--tokenizer" in refused(llama, tmp_path / "run")
-    (llama / "config.json").write_text("{")
-    assert "config.json' cannot be read" in refused(llama, tmp_path / "run")
+    for content in ("{", deep):
+        (llama / "config.json").write_text(content)
+        assert "config.json' cannot be read" in refused(llama, tmp_path / "run")
     assert "is not a folder" in refused(llama / "nowhere", tmp_path / "run")
     TOKENIZER.save(tmp_path / "own.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         find_foreign_model(llama, tmp_path / "own.json")
+
+
+def test_the_whole_file_goes_before_an_index(llama: Path, tmp_path: Path) -> None:
+    """Where an older save left both, transformers reads the one file."""
+    index = {"weight_map": {"lm_head.weight": "gone.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert transformers.AutoModelForCausalLM.from_pretrained(llama) is not None
+    assert find_saved_model(imported(llama, tmp_path / "run")).state["step"] == 0
 
 
 def test_a_run_is_never_overwritten(gpt2: Path, tmp_path: Path) -> None:
@@ -206,6 +246,11 @@ def test_a_run_is_never_overwritten(gpt2: Path, tmp_path: Path) -> None:
 def test_a_folder_names_its_run(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert import_run(find_foreign_model(gpt2.rename(tmp_path / "_my model")), None, CPU) == Path("runs/my-model")
+
+
+def test_a_run_folder_that_was_chosen_names_its_run(gpt2: Path, tmp_path: Path) -> None:
+    run = imported(gpt2, tmp_path / "my run")
+    assert find_saved_model(run).run.name == "my-run"
 
 
 def trained_on(folder: Path) -> dict[str, Any]:

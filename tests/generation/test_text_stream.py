@@ -48,6 +48,29 @@ def test_bytes_that_are_no_character_are_replaced_and_hold_nothing_up() -> None:
     assert found[2] == "\ufffdB" and found[5] == "\ufffdC" and found[-1] == "\ufffd"
 
 
+def byte_fallback() -> BpeTokenizer:
+    """As Llama 2's: what is not in the vocabulary is written in bytes; a run that is no text is replaced whole."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581a1b"]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True, "unk_token": "<unk>"}
+    fields = {"version": "1.0", "added_tokens": [], "normalizer": spaces, "model": model}
+    return BpeTokenizer.from_dict({**fields, "decoder": {"type": "Sequence", "decoders": decoders}})
+
+
+def test_characters_in_bytes_are_whole_whatever_surrounds_them() -> None:
+    tokenizer = byte_fallback()
+    for text in ("b€ a", "文字🙂🙂 b", "🙂"):
+        found = pieces(tokenizer, tokenizer.encode("a"), tokenizer.encode(text))
+        assert "".join(found) == text and not any("\ufffd" in piece for piece in found)
+
+
 TOKENIZERS = {
     "bytes": Bytes(),
     "char": CharTokenizer("".join(map(chr, range(40, 296)))),

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def test_another_corpus_is_read_by_the_models_tokenizer(saved: SavedModel) -> No
     Path("other.txt").write_text("jumps over the lazy fox. " * 40)
     other = measure(saved, validation_data(saved, "other.txt"), torch.device("cpu"), 8)
     assert other.loss != measure(saved, validation_data(saved, None), torch.device("cpu"), 8).loss
+    apart = saved.run.data.model_copy(update={"attend_across_documents": False})  # a text has no documents to keep apart
+    trained_apart = replace(saved, run=saved.run.model_copy(update={"data": apart}))
+    assert measure(trained_apart, validation_data(trained_apart, "other.txt"), torch.device("cpu"), 8) == other
     Path("digits.txt").write_text("0123" * 100)
     with pytest.raises(ConfigError, match="does not know: '0'"):
         validation_data(saved, "digits.txt")
@@ -107,9 +111,9 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
         and 0 <= numbers["calibration_error"] <= 1
         and numbers["tasks"] == {}
     )
-    assert "bits per byte" in printed("eval", "run")
+    assert "bits per byte" in printed("eval", "run", "--device", "cpu")
     where = printed("export", "run", "--dtype", "bf16").strip().rpartition(": ")[2]
-    assert where.endswith("run/exports/step_0000020-hf-bf16") and (Path(where) / "model.safetensors").is_file()
+    assert where == "run/exports/step_0000020-hf-bf16" and (Path(where) / "model.safetensors").is_file()
     assert "--resume again" in printed("import_", where, "--run-dir", "again")
     assert find_saved_model("again").tokenizer.identity == saved.tokenizer.identity
 
@@ -119,6 +123,7 @@ def test_the_commands(saved: SavedModel, capsys: pytest.CaptureFixture[str]) -> 
     [
         (["export", "run", "--max-shard-size", "5"], "--max-shard-size '5'"),
         (["eval", "run", "--limit", "0"], "--limit 0"),
+        (["eval", "run", "--device", "tpu"], "invalid choice: 'tpu'"),
         (["import", "run"], "no config.json"),
     ],
 )
