@@ -216,14 +216,13 @@ def _all_reduce(meeting: Meeting, known: Mapping[int, Mapping[str, Any]]) -> Ite
         yield _silent(silent, meeting.deadline_s, "before the all-reduce")
         return
     found, error = _reduce(meeting)
-    errors = {0: error} | meeting.hear_all("reduced", set(known) - {0})
-    if silent := sorted(set(known) - set(errors)):
-        yield _silent(silent, meeting.deadline_s, "in the all-reduce")
+    errors = dict.fromkeys(known, f"no word within {meeting.deadline_s:g} s more")
+    errors |= {0: error} | meeting.hear_all("reduced", set(known) - {0})
     if failed := {rank: text for rank, text in errors.items() if text}:
         saw = "; ".join(f"{_named([rank], known)}: {text}" for rank, text in failed.items())
         fix = "set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, open the firewall between the nodes, read NCCL_DEBUG=INFO"
         yield Check("all-reduce", "problem", saw, "the ranks met but their tensors do not come through", fix)
-    if found and not failed and not silent:
+    else:
         yield _rate(meeting.ranks, found, known)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,54 @@ def test_a_rendezvous_port_that_is_taken(tmp_path: Path) -> None:
     assert [job.status for job in ended] == [1, 1]
     assert f"the rendezvous port {number} cannot be opened" in ended[0].out
     assert "rank 1 on" in ended[1].err and f"127.0.0.1:{number}" in ended[1].err
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, list[str]]]:
+    """Two machines and a cable between them: for each interface the words that start a command on its machine."""
+    spaces = [f"dsgpt{os.getpid()}{side}" for side in "ab"]
+    made = [
+        *(f"ip netns add {space}" for space in spaces),
+        f"ip link add wire0 netns {spaces[0]} type veth peer name wire1 netns {spaces[1]}",
+        *(f"ip -n {space} addr add 10.77.0.{n + 1}/24 dev wire{n}" for n, space in enumerate(spaces)),
+        *(f"ip -n {space} link set {device} up" for n, space in enumerate(spaces) for device in (f"wire{n}", "lo")),
+    ]
+    try:
+        for command in made:
+            try:
+                subprocess.run(command.split(), check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("only root may make network namespaces, with iproute2")
+        start = 'hostname "$0"; exec "$@"'
+        yield {
+            f"wire{n}": ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", start, f"host{n}"]
+            for n, space in enumerate(spaces)
+        }
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_two_hosts(told: bool, hosts: dict[str, list[str]], tmp_path: Path) -> None:
+    """Told the interface they reduce; else gloo takes the loopback, on which neither host reaches the other."""
+    place = {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555"}
+    doctor = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "15" if told else "4"]
+    environments = [
+        {**place, **PATH, "RANK": str(rank), **({"GLOO_SOCKET_IFNAME": wire} if told else {})} for rank, wire in enumerate(hosts)
+    ]
+    first_host, second_host = hosts.values()
+    with (
+        started(tmp_path, *first_host, *doctor, **environments[0]) as first,
+        started(tmp_path, *second_host, *doctor, **environments[1]) as second,
+    ):
+        ended = [job.wait(60) for job in (first, second)]
+    assert [job.status for job in ended] == ([0, 0] if told else [1, 1]), ended
+    assert "2 ranks on 2 nodes" in ended[0].out
+    if told:
+        assert "all nodes are within" in ended[0].out and "ok       all-reduce " in ended[0].out
+    else:
+        for host, wire in (("host0", "wire0"), ("host1", "wire1")):
+            assert f"problem  network          {host}: " in ended[0].out
+            assert f"set GLOO_SOCKET_IFNAME to the one that reaches the other nodes: {wire}" in ended[0].out
+        assert "problem  all-reduce " in ended[0].out

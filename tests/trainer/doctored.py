@@ -71,8 +71,8 @@ def _late() -> None:
 
 
 def _gone() -> None:
-    """Arrives at the all-reduce and never enters it."""
-    preflight_ranks.all_reduce = lambda meeting: time.sleep(2 * DEADLINE_S) or []
+    """Arrives at the all-reduce and does not enter it, for longer than rank 0 waits for it and then for its word."""
+    preflight_ranks.all_reduce = lambda meeting: time.sleep(2.5 * DEADLINE_S) or []
 
 
 _BREAK = {"version": _other_version, "clock": _clock, "unshared": _unshared, "lo": _lo, "late": _late, "gone": _gone}
