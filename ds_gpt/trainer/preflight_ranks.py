@@ -91,7 +91,8 @@ def _lead(meeting: Meeting, run_dir: Path, report: Callable[[Sequence[Check]], N
         checks += [*_clocks(meeting, clocks), *_shared(meeting, run_dir, known), *_all_reduce(meeting, known)]
     report(checks)
     meeting.tell("verdict", _failed(checks))
-    meeting.hear_all("bye", set(reports) - {0})  # the store ends with this rank
+    others = set(range(meeting.ranks.world_size)) - {0}
+    meeting.hear_all("bye", others)  # the store ends with this rank, and one that was late may still come
     return _failed(checks)
 
 
