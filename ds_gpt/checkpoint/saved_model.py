@@ -160,7 +160,7 @@ def _described(checkpoint: Path, run_folder: Path) -> SavedModel:
             )
         )
     tokenizer = load_tokenizer(run_folder / "tokenizer.json")
-    if tokenizer.identity != facts["tokenizer_identity"]:
+    if tokenizer.identity != facts.get("tokenizer_identity"):
         raise ConfigError(
             Problem(
                 f"'{run_folder / 'tokenizer.json'}' is not the tokenizer that '{checkpoint}' was trained with",

@@ -159,11 +159,19 @@ def _of_text(span: Span, advance: Advance) -> Iterator[str]:
 
 def _separated(texts: Iterator[str], separator: str) -> Iterator[str]:
     """A text that comes in pieces, parted at every `separator`; memory grows with the longest document."""
-    rest = ""
+    kept: list[str] = []  # of the document that has not ended
+    tail = ""  # what follows them: the last characters, in which a separator may have begun
     for text in texts:
-        *whole, rest = (rest + text).split(separator)
-        yield from whole
-    yield rest
+        first, *others = (tail + text).split(separator)
+        if others:
+            yield "".join(kept) + first
+            yield from others[:-1]
+            kept = []
+        rest = others[-1] if others else first
+        settled = max(0, len(rest) - len(separator) + 1)
+        kept.append(rest[:settled])
+        tail = rest[settled:]
+    yield "".join(kept) + tail
 
 
 def _begun(content: bytes) -> int:

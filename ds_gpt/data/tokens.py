@@ -14,10 +14,10 @@ import numpy as np
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.run import DataConfig
 from ds_gpt.data.cache import cache_root, exclusive, replacing, writing_to
-from ds_gpt.data.corpora import identify, read_text, synthetic_tokens
 from ds_gpt.data.characters import SyntheticTokenizer
-from ds_gpt.data.prepared import is_prepared, open_prepared
+from ds_gpt.data.corpora import identify, read_text, synthetic_tokens
 from ds_gpt.data.corruption import Corrupted
+from ds_gpt.data.prepared import is_prepared, open_prepared
 from ds_gpt.data.rows import Rows
 from ds_gpt.data.split import Split, joined
 from ds_gpt.data.tokenizer import Tokenizer, token_dtype

@@ -35,8 +35,8 @@ class TextStream:
         """Add a token; returns the text that is certain now and was not before. Once `stopped`, nothing may follow."""
         self._recent.append(token)
         decoded = self._decode(self._recent)
-        # An incomplete character prints as one replacement, or (byte fallback, as Llama 2 has it) as one for each byte of
-        # it and of the characters that its bytes follow: all before them is settled.
+        # An incomplete character prints as one replacement, or (byte fallback, as Llama 2 has it) as one for each of its
+        # bytes and of those before it: what comes before them all is settled.
         end = len(decoded.rstrip(_REPLACEMENT))
         added, self._known = decoded[self._known : end], max(end, self._known)
         if end == len(decoded):

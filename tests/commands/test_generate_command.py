@@ -162,11 +162,12 @@ def test_byte_pairs_end_at_the_separator_and_begin_at_it_without_a_prompt(
 def test_a_text_ends_where_a_foreign_tokenizer_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Llama 2 begins texts with <s>, our separator then, and ends them with </s>: neither is text."""
     trained = BpeTokenizer.train(["the cat sat on the mat, the cat. " * 20], 290)
-    fields, begin, end = trained.to_dict(), trained.vocab_size, trained.vocab_size + 1
+    fields, end = trained.to_dict(), trained.vocab_size
+    begin = fields["model"]["vocab"].pop("<|endoftext|>")
+    fields["model"]["vocab"]["<s>"] = begin
     named = {"<s>": begin, "</s>": end}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     fields["added_tokens"] = [{"id": i, "content": name, **flags} for name, i in named.items()]
-    del fields["model"]["vocab"]["<|endoftext|>"]
     tokenizer = BpeTokenizer.from_dict(fields)
     assert (tokenizer.separator, tokenizer.ends, end_name(tokenizer)) == (begin, (begin, end), "</s>")
     run = save_run(tmp_path / "foreign", random_model(tokenizer.vocab_size), tokenizer)

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import random
+import time
 
 import pyarrow
 import pyarrow.parquet
@@ -9,7 +11,7 @@ import pytest
 
 from ds_gpt.config import ConfigError
 from ds_gpt.data import documents as module
-from ds_gpt.data.documents import Reading, documents, spans
+from ds_gpt.data.documents import Reading, _separated, documents, spans
 
 TEXTS = ["first\nwith two lines", "zweite: ä, 漢字, 👩", "x", "  indented ", "last " * 20]
 READING = Reading()
@@ -67,6 +69,23 @@ def test_a_short_text_is_one_document(tmp_path):
     (tmp_path / "a").write_bytes("\ufeffä\r\nb".encode())
     (tmp_path / "empty.txt").touch()
     assert read(tmp_path / "a") == ["\ufeffä\r\nb"] and read(tmp_path / "empty.txt") == []
+
+
+def test_where_a_text_comes_to_pieces_does_not_matter_to_its_separators():
+    chance = random.Random(1)
+    for _ in range(500):
+        text = "".join(chance.choices("ab|", k=chance.randrange(40)))
+        separator = chance.choice(["|", "ab", "aba", "a|a", "||"])
+        cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(8)))
+        found = [text[first:last] for first, last in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert list(_separated(iter(found), separator)) == text.split(separator)
+
+
+def test_a_separator_that_never_comes_is_looked_for_once():
+    """Each piece is read once, not all before it again: 32 MiB took half a minute."""
+    pieces, started = ("x" * (1 << 16) for _ in range(512)), time.process_time()
+    assert list(map(len, _separated(pieces, "<|endoftext|>"))) == [1 << 25]
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("ending, compress", COMPRESSED)

@@ -262,7 +262,8 @@ def test_what_ends_a_text_there_ends_it_here(run: Path, tmp_path: Path) -> None:
     added = [{"id": words[word], "content": word, **flags} for word in ("<unk>", "<s>", "</s>")]
     model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
     pieces = {"type": "WhitespaceSplit"}
-    tokenizer = BpeTokenizer.from_dict({"version": "1.0", "added_tokens": added, "pre_tokenizer": pieces, "model": model})
+    fields = {"version": "1.0", "added_tokens": added, "pre_tokenizer": pieces, "model": model}
+    tokenizer = BpeTokenizer.from_dict(fields)
     export(SavedModel(saved.checkpoint, saved.run, tokenizer, saved.state), tmp_path / "out", "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.generation_config.eos_token_id == loaded.config.eos_token_id == [1, 2]

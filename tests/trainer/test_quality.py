@@ -85,7 +85,7 @@ def test_another_corpus_is_read_by_the_models_tokenizer(saved: SavedModel) -> No
     Path("other.txt").write_text("jumps over the lazy fox. " * 40)
     other = measure(saved, validation_data(saved, "other.txt"), torch.device("cpu"), 8)
     assert other.loss != measure(saved, validation_data(saved, None), torch.device("cpu"), 8).loss
-    apart = saved.run.data.model_copy(update={"attend_across_documents": False})  # a text has no documents to keep apart
+    apart = saved.run.data.model_copy(update={"attend_across_documents": False})  # a text has no documents
     trained_apart = replace(saved, run=saved.run.model_copy(update={"data": apart}))
     assert measure(trained_apart, validation_data(trained_apart, "other.txt"), torch.device("cpu"), 8) == other
     Path("digits.txt").write_text("0123" * 100)

@@ -10,6 +10,8 @@ from typing import Any
 from tiny import tiny
 
 from ds_gpt.config import Composed
+from ds_gpt.config.parse import with_vocabulary
+from ds_gpt.data.stages import needed_vocabulary, prepare_stage
 
 ASKED = [f"{a}+{b}" for a in range(10) for b in range(10)]
 
@@ -45,3 +47,9 @@ def composed(
         "sample.tokens=4",
     ]
     return tiny(deepspeed, world_size, [*settings, *overrides])
+
+
+def settled(run: Any) -> tuple[Any, Any]:
+    """The run with its vocabulary, and its data."""
+    dataset = prepare_stage(run)
+    return with_vocabulary(run, needed_vocabulary(run, dataset)), dataset

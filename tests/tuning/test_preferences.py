@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import run_ranks
-from made_examples import composed, pairs, write
-from test_sft import settled
+from made_examples import composed, pairs, settled, write
 
 from ds_gpt.config import ConfigError
 from ds_gpt.data.loader import window_batch

@@ -14,25 +14,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked_ranks import run_ranks
-from made_examples import ASKED, composed, conversations, write
+from made_examples import ASKED, composed, conversations, settled, write
 
 from ds_gpt.config import ConfigError
-from ds_gpt.config.parse import with_vocabulary
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.chat import Chat
 from ds_gpt.data.loader import BatchLoader, window_batch
 from ds_gpt.data.rows import IGNORED, best_fit
-from ds_gpt.data.stages import needed_vocabulary, prepare_stage
+from ds_gpt.data.stages import prepare_stage
 from ds_gpt.learning.loss import IGNORE_INDEX
 from ds_gpt.learning.objectives import answers, objective_of
 from ds_gpt.model.gpt import GPT
 
 ALPHABET = CharTokenizer("\n :+0123456789" + "".join(chr(c) for c in range(65, 123)))
-
-
-def settled(run: Any) -> tuple[Any, Any]:
-    dataset = prepare_stage(run)
-    return with_vocabulary(run, needed_vocabulary(run, dataset)), dataset
 
 
 def test_only_answers_are_targets(tmp_path: Path) -> None:
