@@ -21,6 +21,7 @@ DEADLINE_S = 4.0
 
 def examined(ranks: Any, port: int, folder: str, broken: str = "") -> dict[str, Any]:
     """A preflight of all ranks that meet at `port`; rank 1 is `broken`. The group that the harness made is left."""
+    ranks.barrier()  # a rank that leaves while another still connects makes that fail
     ranks.disconnect()
     os.chdir(folder)
     os.environ.update(MASTER_PORT=str(port))
