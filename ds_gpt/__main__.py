@@ -18,6 +18,7 @@ VERBS = {
     "eval": "measure a run's model: validation loss, perplexity, bits per byte, calibration, benchmarks of lm-eval",
     "export": "write a run's model for transformers, as safetensors, or for PyTorch",
     "import": "make a run of a GPT-2, Llama, Mistral or Qwen3 model that was trained elsewhere",
+    "doctor": "check this machine, or under a launcher all ranks together, before a run: says what to fix",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
 
@@ -33,7 +34,8 @@ def usage() -> str:
 
 def main() -> None:
     """Dispatch to ``ds_gpt.commands``."""
-    arguments = sys.argv[1:]
+    # `deepspeed --module ds_gpt VERB` puts this first; the environment says the same.
+    arguments = [word for word in sys.argv[1:2] if not word.startswith("--local_rank=")] + sys.argv[2:]
     if arguments[:1] == ["--version"]:
         print(f"ds_gpt {__version__}")
     elif not arguments or arguments[0] in ("-h", "--help"):

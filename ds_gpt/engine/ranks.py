@@ -98,6 +98,23 @@ class Ranks:
             timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 30))),
         )
 
+    def store(self, timeout: timedelta) -> torch.distributed.Store:
+        """The rendezvous' key-value store alone, without waiting for all ranks; rank 0 has to outlive the others.
+
+        Raises:
+            ConfigError: the rendezvous port is taken.
+            torch.distributed.DistError: it cannot be reached within `timeout`.
+        """
+        scheme, _, path = _rendezvous(self).partition("://")
+        if scheme == "file":
+            store = torch.distributed.FileStore(path, self.world_size)
+            store.set_timeout(timeout)
+            return store
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun, which has opened the port
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_server = self.is_first and not hosted
+        return torch.distributed.TCPStore(host, port, is_master=is_server, timeout=timeout, wait_for_workers=False)
+
     def disconnect(self) -> None:
         """Leave the process group."""
         if torch.distributed.is_initialized():
@@ -159,7 +176,7 @@ def _rendezvous(ranks: Ranks) -> str:
     if launched_by_deepspeed and ranks.local_world_size == ranks.world_size:
         return _rendezvous_file(parent)
     if ranks.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _require_free_port(int(os.environ["MASTER_PORT"]))
+        require_free_port(int(os.environ["MASTER_PORT"]))
     return "env://"
 
 
@@ -174,7 +191,8 @@ def _rendezvous_file(process: psutil.Process) -> str:
     return f"file://{folder / f'{process.pid}-{process.create_time()}'}"
 
 
-def _require_free_port(port: int) -> None:
+def require_free_port(port: int) -> None:
+    """Raises ConfigError where the ranks could not meet at this port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -75,15 +75,21 @@ def make_start(run_dir: str | None, resume: str | None, composed: Composed, data
     return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
 
 
+def appears(file: Path, within_s: float = _CACHED_S) -> bool:
+    """Whether this node sees a file that another one has just made."""
+    end = time.monotonic() + within_s
+    while not (seen := file.is_file()) and time.monotonic() < end:
+        time.sleep(min(1.0, within_s))
+    return seen
+
+
 def require_shared(folder: Path, ranks: Ranks) -> None:
     """Refuse a run's folder that some ranks do not see, before any step is trained; every rank must call it.
 
     Raises:
         ConfigError: on every rank.
     """
-    end = time.monotonic() + _CACHED_S
-    while not (seen := _is_run(folder)) and time.monotonic() < end:
-        time.sleep(1)
+    seen = appears(folder / "run.yaml")
     blind = sorted({node for node in ranks.gather(None if seen else platform.node()) if node is not None})
     if blind:
         raise ConfigError(

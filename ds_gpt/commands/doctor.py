@@ -1,0 +1,80 @@
+"""``ds-gpt doctor``: what would go wrong with a run on these machines, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_gpt.commands.arguments import Parser, add_config_arguments
+from ds_gpt.commands.failure import print_or_fail
+
+if TYPE_CHECKING:
+    from ds_gpt.engine.ranks import Ranks
+    from ds_gpt.trainer.preflight import Check
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Parse the command line and check; ends the process: 0 no problem, 1 a problem, 2 bad input."""
+    parser = Parser(
+        prog=prog,
+        description="Check this machine before a run; under torchrun or the deepspeed launcher all ranks together.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--run-dir", metavar="DIR", default="runs", help="where the run will be (default: runs)")
+    parser.add_argument(
+        "--deadline", metavar="S", type=float, default=60.0, help="seconds that a rank is waited for (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    print_or_fail(lambda: run(parser.parse_args(arguments)))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check, print and exit. Raises ConfigError on bad input."""
+    from ds_gpt.config import ConfigError, Problem, load
+    from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
+    from ds_gpt.engine.ranks import Ranks
+    from ds_gpt.trainer.preflight_ranks import preflight
+
+    if not 0 < options.deadline < 86400:
+        raise ConfigError(Problem(f"--deadline {options.deadline:g} is not a time to wait", fix="give seconds, up to a day"))
+    ranks = Ranks.from_environment()
+    files = (options.config or DEFAULT_RUN, options.deepspeed_config or DEFAULT_DEEPSPEED)
+    composed = load(*files, ranks.hardware(), options.overrides)
+
+    def report(checks: Sequence[Check]) -> None:
+        print(as_json(checks) if options.json else text(checks, ranks), flush=True)
+
+    failed = preflight(ranks, composed.run, Path(options.run_dir), options.deadline, report)
+    sys.stdout.flush()
+    os._exit(int(failed))  # not by returning: a collective that failed may have left a thread that waits
+
+
+def text(checks: Sequence[Check], ranks: Ranks) -> str:
+    """The checks as a person reads them."""
+    nodes = ranks.world_size // ranks.local_world_size
+    lines = [f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}", ""]
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        lines.append(f"{check.verdict:<7}  {check.name:<{width}}  {check.saw}")
+        indent = " " * (7 + 2 + width + 2)
+        lines += [f"{indent}why: {check.why}"] if check.why else []
+        lines += [f"{indent}do:  {check.fix}"] if check.fix else []
+    problems, warnings = (sum(check.verdict == kind for check in checks) for kind in ("problem", "warning"))
+    lines += ["", f"{problems or 'no'} problem{'s' * (problems != 1)}, {warnings or 'no'} warning{'s' * (warnings != 1)}"]
+    if ranks.world_size == 1:
+        lines.append("this process alone; all ranks together: torchrun --nproc-per-node N -m ds_gpt doctor")
+    return "\n".join(lines)
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    """The checks for programs."""
+    from dataclasses import asdict
+
+    return json.dumps([asdict(check) for check in checks], indent=2)

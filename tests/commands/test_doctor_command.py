@@ -1,0 +1,125 @@
+"""``ds-gpt doctor`` as it is typed: alone, under both launchers, and where ranks cannot meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import DEEPSPEED, DS_GPT, REPOSITORY, TORCHRUN, ran, started
+
+LAUNCHED = {
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "2", "-m"],
+    "deepspeed": [*DEEPSPEED, "--quiet", "--num_gpus", "2", "--module"],
+}
+PATH = {"PYTHONPATH": str(REPOSITORY)}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_ranks_of_a_launcher_compare_notes(launcher: str, tmp_path: Path) -> None:
+    ended = ran(tmp_path, *LAUNCHED[launcher], "ds_gpt", "doctor", "--deadline", "30", deadline_s=90, **PATH)
+    assert ended.status == 0, ended.out + ended.err
+    assert ended.out.count("2 ranks on 1 node") == 1
+    for name in ("devices", "network", "run folder", "disk", "extension locks", "versions", "shared folder", "all-reduce"):
+        assert f"ok       {name} " in ended.out, ended.out
+
+
+def test_a_problem_ends_every_rank_with_status_1(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 7200,) * 2)
+    words = [*LAUNCHED["deepspeed"], "ds_gpt", "doctor", "--json"]
+    ended = ran(tmp_path, *words, deadline_s=90, TORCH_EXTENSIONS_DIR=str(tmp_path), **PATH)
+    assert ended.status == 1
+    checks, _ = json.JSONDecoder().raw_decode(ended.out, ended.out.index("[\n"))  # behind it the launcher speaks
+    (found,) = [check for check in checks if check["verdict"] == "problem"]
+    assert found["name"] == "extension locks" and str(lock) in found["saw"] and found["why"] and found["fix"]
+
+
+def test_one_process_checks_its_machine(tmp_path: Path) -> None:
+    ended = ran(tmp_path, *DS_GPT, "doctor", **PATH)
+    assert ended.status == 0 and "no problems" in ended.out and "torchrun --nproc-per-node" in ended.out
+    huge = ran(tmp_path, *DS_GPT, "doctor", "--set", "model.layers=20000000", **PATH)
+    assert huge.status == 1 and "problem  disk" in huge.out
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".out", ".err")]
+
+
+def test_bad_input_is_no_diagnosis(tmp_path: Path) -> None:
+    ended = ran(tmp_path, *DS_GPT, "doctor", "--deadline", "0", **PATH)
+    assert ended.status == 2 and "--deadline 0" in ended.err
+
+
+def test_a_rendezvous_port_that_is_taken(tmp_path: Path) -> None:
+    """Rank 0 says so. Rank 1 meets a stranger who never speaks, and does not wait for ever."""
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        number = str(holder.getsockname()[1])
+        place = {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number}
+        command = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "3"]
+        with (
+            started(tmp_path, *command, RANK="0", PYTHONPATH=str(REPOSITORY), **place) as first,
+            started(tmp_path, *command, RANK="1", PYTHONPATH=str(REPOSITORY), **place) as second,
+        ):
+            ended = [job.wait(60) for job in (first, second)]
+    assert [job.status for job in ended] == [1, 1]
+    assert f"the rendezvous port {number} cannot be opened" in ended[0].out
+    assert "rank 1 on" in ended[1].err and f"127.0.0.1:{number}" in ended[1].err
+
+
+@pytest.fixture
+def hosts() -> Iterator[dict[str, list[str]]]:
+    """Two machines and a cable between them: for each interface the words that start a command on its machine."""
+    spaces = [f"dsgpt{os.getpid()}{side}" for side in "ab"]
+    made = [
+        *(f"ip netns add {space}" for space in spaces),
+        f"ip link add wire0 netns {spaces[0]} type veth peer name wire1 netns {spaces[1]}",
+        *(f"ip -n {space} addr add 10.77.0.{n + 1}/24 dev wire{n}" for n, space in enumerate(spaces)),
+        *(f"ip -n {space} link set {device} up" for n, space in enumerate(spaces) for device in (f"wire{n}", "lo")),
+    ]
+    try:
+        for command in made:
+            try:
+                subprocess.run(command.split(), check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                pytest.skip("only root may make network namespaces, with iproute2")
+        start = 'hostname "$0"; exec "$@"'
+        yield {
+            f"wire{n}": ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", start, f"host{n}"]
+            for n, space in enumerate(spaces)
+        }
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_two_hosts(told: bool, hosts: dict[str, list[str]], tmp_path: Path) -> None:
+    """Told the interface they reduce; else gloo takes the loopback, on which neither host reaches the other."""
+    place = {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555"}
+    doctor = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "15" if told else "4"]
+    environments = [
+        {**place, **PATH, "RANK": str(rank), **({"GLOO_SOCKET_IFNAME": wire} if told else {})} for rank, wire in enumerate(hosts)
+    ]
+    first_host, second_host = hosts.values()
+    with (
+        started(tmp_path, *first_host, *doctor, **environments[0]) as first,
+        started(tmp_path, *second_host, *doctor, **environments[1]) as second,
+    ):
+        ended = [job.wait(60) for job in (first, second)]
+    assert [job.status for job in ended] == ([0, 0] if told else [1, 1]), ended
+    assert "2 ranks on 2 nodes" in ended[0].out
+    if told:
+        assert "all nodes are within" in ended[0].out and "ok       all-reduce " in ended[0].out
+    else:
+        for host, wire in (("host0", "wire0"), ("host1", "wire1")):
+            assert f"problem  network          {host}: " in ended[0].out
+            assert f"set GLOO_SOCKET_IFNAME to the one that reaches the other nodes: {wire}" in ended[0].out
+        assert "problem  all-reduce " in ended[0].out
