@@ -1,7 +1,13 @@
 """Settings for all tests."""
 
 import os
+import signal
 
 # Before anything imports torch: two ranks, or a rank and the test, share two cores better with a thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# What started the tests may ignore these (nohup, a shell's background job), and so would every run that they start.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)

@@ -75,8 +75,9 @@ def make_start(run_dir: str | None, resume: str | None, composed: Composed, data
     return Start(folder.path, Path(resume) if resume and resume != AUTO else None, continues=False)
 
 
-def appears(file: Path, within_s: float = _CACHED_S) -> bool:
-    """Whether this node sees a file that another one has just made."""
+def appears(file: Path, within_s: float | None = None) -> bool:
+    """Whether this node sees a file that another one has just made; by default it gets the time that a network disk may need."""
+    within_s = _CACHED_S if within_s is None else within_s
     end = time.monotonic() + within_s
     while not (seen := file.is_file()) and time.monotonic() < end:
         time.sleep(min(1.0, within_s))
