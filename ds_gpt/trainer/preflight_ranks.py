@@ -228,13 +228,21 @@ def _all_reduce(meeting: Meeting, known: Mapping[int, Mapping[str, Any]]) -> Ite
 
 
 def _reduce(meeting: Meeting) -> tuple[list[Reduction], str]:
-    """What was measured, or why it failed."""
-    try:
-        with _bounded("the all-reduce", meeting.ranks, 3 * meeting.deadline_s):
+    """What was measured, or why it failed. In a thread: a collective that hangs cannot be ended, only left behind."""
+    ended: list[tuple[list[Reduction], str]] = []
+
+    def reduce() -> None:
+        try:
             found = all_reduce(meeting)
-    except RuntimeError as error:
-        return [], str(error).partition("\n")[0] or type(error).__name__
-    return found, "" if all(each.right for each in found) else "the sum is wrong"
+        except RuntimeError as error:
+            ended.append(([], str(error).partition("\n")[0] or type(error).__name__))
+        else:
+            ended.append((found, "" if all(each.right for each in found) else "the sum is wrong"))
+
+    thread = threading.Thread(target=reduce, daemon=True)
+    thread.start()
+    thread.join(3 * meeting.deadline_s)
+    return ended[0] if ended else ([], f"nothing for {3 * meeting.deadline_s:g} s, given up")
 
 
 def _rate(ranks: Ranks, found: Sequence[Reduction], known: Mapping[int, Mapping[str, Any]]) -> Check:

@@ -104,7 +104,7 @@ def hosts() -> Iterator[dict[str, list[str]]]:
 def test_two_hosts(told: bool, hosts: dict[str, list[str]], tmp_path: Path) -> None:
     """Told the interface they reduce; else gloo takes the loopback, on which neither host reaches the other."""
     place = {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555"}
-    doctor = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "15" if told else "10"]
+    doctor = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "15" if told else "4"]
     environments = [
         {**place, **PATH, "RANK": str(rank), **({"GLOO_SOCKET_IFNAME": wire} if told else {})} for rank, wire in enumerate(hosts)
     ]
