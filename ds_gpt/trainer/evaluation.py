@@ -24,15 +24,12 @@ class Validation:
     """The windows that this rank evaluates: the same set over all ranks, whatever their number."""
 
     def __init__(self, dataset: Dataset, engine: Engine) -> None:
-        run, ranks = engine.composed.run, engine.ranks
+        run = engine.composed.run
         self._engine = engine
-        self._split = dataset.val
-        self._context = run.model.context
+        self._dataset = dataset
         self._with_documents = not run.data.attend_across_documents
-        windows = dataset.val.evaluation_windows(run.model.context, run.evaluation.sequences)
-        self._windows = rank_share(windows, ranks.rank, ranks.world_size)
-        probe = dataset.val.evaluation_windows(run.model.context, _PROBE_SEQUENCES)
-        self._probe = rank_share(probe, ranks.rank, ranks.world_size)
+        self._windows = _windows(dataset, engine, run.evaluation.sequences)
+        self._probe = _windows(dataset, engine, _PROBE_SEQUENCES)
         self.metrics: dict[str, float] = {}
 
     def loss(self) -> float:
@@ -46,22 +43,28 @@ class Validation:
         return self._engine.evaluate(self._batches(self._probe))
 
     def _batches(self, windows: np.ndarray) -> Iterator[Batch]:
-        size = self._engine.composed.micro_batch_size
-        for start in range(0, len(windows), size):
-            batch = window_batch(self._split, windows[start : start + size], self._context, IGNORE_INDEX, self._with_documents)
-            yield tuple(tensor_BT.to(self._engine.ranks.device) for tensor_BT in batch)
+        return _batches(self._dataset, self._engine, windows, self._with_documents)
 
 
 def pretraining_loss(dataset: Dataset, engine: Engine) -> float:
     """Loss of the next token, nats, on text of the pre-training, whatever is learned now; every rank must call it."""
-    run, ranks = engine.composed.run, engine.ranks
-    context, size = run.model.context, engine.composed.micro_batch_size
-    windows = dataset.val.evaluation_windows(context, run.evaluation.pretraining_sequences)
-    windows = rank_share(windows, ranks.rank, ranks.world_size)
-    starts = (windows[first : first + size] for first in range(0, len(windows), size))
-    batches = (window_batch(dataset.val, some, context, IGNORE_INDEX) for some in starts)
-    on_device = (tuple(tensor_BT.to(ranks.device) for tensor_BT in batch) for batch in batches)
-    return engine.measure(on_device, partial(next_token, run))[0]
+    run = engine.composed.run
+    windows = _windows(dataset, engine, run.evaluation.pretraining_sequences)
+    return engine.measure(_batches(dataset, engine, windows), partial(next_token, run))[0]
+
+
+def _windows(dataset: Dataset, engine: Engine, sequences: int) -> np.ndarray:
+    """This rank's share of the validation windows."""
+    windows = dataset.val.evaluation_windows(engine.composed.run.model.context, sequences)
+    return rank_share(windows, engine.ranks.rank, engine.ranks.world_size)
+
+
+def _batches(dataset: Dataset, engine: Engine, windows: np.ndarray, with_documents: bool = False) -> Iterator[Batch]:
+    """The windows on this rank's device, a micro-batch at a time."""
+    context, size = engine.composed.run.model.context, engine.composed.micro_batch_size
+    for start in range(0, len(windows), size):
+        batch = window_batch(dataset.val, windows[start : start + size], context, IGNORE_INDEX, with_documents)
+        yield tuple(tensor_BT.to(engine.ranks.device) for tensor_BT in batch)
 
 
 def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
