@@ -17,7 +17,7 @@ from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
 from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
-from ds_gpt.config.parallel import ParallelConfig, parallel_problems
+from ds_gpt.config.parallel import ParallelConfig, parallel_problems, sequence_problems
 from ds_gpt.config.parse import parse_run, sound_sections
 from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
@@ -131,6 +131,7 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
         run = parse_run(run_file)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
+    problems += sequence_problems(run, bool(deepspeed_file.get("compile.enabled")))
     if problems:
         raise ConfigError(problems)
     return _fill(run_file, run, deepspeed_file, hardware, micro_batch_size, accumulation_steps)

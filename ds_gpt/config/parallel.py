@@ -9,7 +9,7 @@ from ds_gpt.config.errors import Problem
 from ds_gpt.config.section import PositiveInt, Section
 
 if TYPE_CHECKING:
-    from ds_gpt.config.run import ModelConfig
+    from ds_gpt.config.run import ModelConfig, RunConfig
 
 
 class ParallelConfig(Section):
@@ -38,6 +38,7 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
+    frozenset({"sequence"}): (0, 1, 2, 3),
 }
 
 
@@ -62,6 +63,44 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
             )
         )
     return problems + (list(_shape_problems(parallel, model)) if model else [])
+
+
+def sequence_problems(run: RunConfig, compiled: bool) -> list[Problem]:
+    """What is impossible while ranks share sequences.
+
+    Args:
+        run: the run.
+        compiled: whether the engine is to compile the model.
+    """
+    if run.parallel.sequence == 1:
+        return []
+    with_degree = f"with parallel.sequence = {run.parallel.sequence}"
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            Problem(
+                f"stage = '{run.stage}' {with_degree}",
+                "its loss is of whole sequences, of which each rank has a part; stages pretrain and sft add up tokens",
+                "set parallel.sequence: 1; activation_checkpointing and ZeRO save memory too",
+            )
+        )
+    if run.objective.name != "next_token":
+        problems.append(
+            Problem(
+                f"objective.name = '{run.objective.name}' {with_degree}",
+                "tokens that see what comes after them were never proved to train the same model",
+                "set parallel.sequence: 1, or objective.name: next_token",
+            )
+        )
+    if compiled:
+        problems.append(
+            Problem(
+                f"compile.enabled = true {with_degree}",
+                "PyTorch's compiler loses the gradients that pass through DeepSpeed's all-to-all, in silence",
+                "set compile.enabled: false",
+            )
+        )
+    return problems
 
 
 def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Problem]:

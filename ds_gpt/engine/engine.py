@@ -30,6 +30,7 @@ from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.engine.sequence_parallel import SequenceParallel
 from ds_gpt.engine.state import (
     Piece,
     ReadState,
@@ -115,6 +116,7 @@ class Engine:
             apply_lora(self.model, composed.run.lora)
             if composed.run.stage == "reward":
                 self.model.score()
+        self._sequence = SequenceParallel(self.grid, self.model)
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self.model,
@@ -184,20 +186,23 @@ class Engine:
         return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
-        return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
+        # The model's flag: DeepSpeed's own flag of training stays on.
+        return self._objective(self._forward, self.model.training, *self._sequence.cut(batch))
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, tokens_BT: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        if positions is None:
+            positions = self._sequence.positions(tokens_BT)
         with self._forward_timer:
-            return self.deepspeed(*args, **kwargs)
+            return self.deepspeed(tokens_BT, positions, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
 
-        None where it cannot be told: with one rank, and under ZeRO-3, whose forward waits for other ranks. Every rank
-        must call it.
+        None where it cannot be told: with one rank, and under ZeRO-3 or sequence parallelism, whose forward waits for
+        other ranks. Every rank must call it.
         """
         seconds = self._forward_timer.read()
-        if self.ranks.world_size == 1 or self.composed.zero_stage == 3:
+        if self.ranks.world_size == 1 or self.composed.zero_stage == 3 or self.grid.parallel.sequence > 1:
             return None
         by_rank = self.ranks.gather(seconds)
         slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
@@ -226,7 +231,8 @@ class Engine:
 
         Not compiled: decoding calls it with another length, and another part of the cache, each time.
         """
-        with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
+        eager = torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext()
+        with eager, self._sequence.alone():
             return self.deepspeed(tokens_BT, positions, loss=loss)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
@@ -242,7 +248,7 @@ class Engine:
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = objective(self._forward, False, *batch)
+                found = objective(self._forward, False, *self._sequence.cut(batch))
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
@@ -281,6 +287,7 @@ class Engine:
     def close(self) -> None:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        self._sequence.close()
         restore_linear()
 
 
