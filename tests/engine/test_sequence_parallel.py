@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forked_ranks import run_ranks
+from measured_ranks import measured
 from running import tiny_dataset
 from tiny import tiny, tiny_loader
 
@@ -42,7 +44,7 @@ def test_validation_and_samples_are_those_of_one_rank(options: tuple[str, ...]) 
             assert found["slowest"] is None  # a rank's forward pass waits for the other's
 
 
-def dropped(ranks: Any, checkpointing: str) -> tuple[list[Any], torch.Tensor]:
+def dropped(ranks: Any, checkpointing: str) -> tuple[list[Any], np.ndarray]:
     """A curve with dropout, and what the embedding made of equal tokens."""
     from ds_gpt.engine.engine import Engine
 
@@ -56,16 +58,40 @@ def dropped(ranks: Any, checkpointing: str) -> tuple[list[Any], torch.Tensor]:
     engine.step(3, [(torch.zeros(16, 16, dtype=torch.int64),) * 2], 0.01)
     loader.close()
     engine.close()
-    return [(result.loss, result.grad_norm) for result in results], seen[0]
+    return [(result.loss, result.grad_norm) for result in results], seen[0].numpy()
 
 
 def test_each_rank_drops_out_its_own_and_the_same_again_in_recomputation() -> None:
     by_policy = {policy: run_ranks(2, dropped, policy) for policy in ("null", "{policy: full}", "{policy: selective}")}
     first, second = (kept for _, kept in by_policy["null"])
     assert first.shape == second.shape == (16, 8, 32)
-    agree = (first == second).float().mean().item()
-    assert agree == pytest.approx(0.5, abs=0.05)  # two independent fair coins
+    assert (first == second).mean() == pytest.approx(0.5, abs=0.05)  # two independent fair coins
     curve = by_policy["null"][0][0]
     for ran in by_policy.values():
         for found, _ in ran:
             assert found == curve
+
+
+def test_activations_and_optimizer_state_fall_as_the_arithmetic_says() -> None:
+    layers, width, context, micro_batch = 3, 128, 256, 2
+    shape = [f"model.layers={layers}", f"model.width={width}", f"model.context={context}"]
+    batch = [f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={micro_batch}"]
+
+    def held(degree: int) -> tuple[int, dict[str, int]]:
+        """What the forward pass of the second step keeps, and what is there between two steps."""
+        composed = tiny("zero1", degree, [*shape, *batch, f"parallel.sequence={degree}"])
+        real = run_ranks(degree, measured, composed)[0]
+        names = [phase.name for phase in real.phases]
+        second = len(names) - 1 - names[::-1].index("forward")
+        return real.phases[second].bytes - real.phases[second - 1].bytes, real.resident
+
+    alone, whole = held(1)
+    for degree in (2, 4):
+        shared, part = held(degree)
+        # Everything is of 1 / degree of the tokens. Attention's results alone are kept twice: by the rank that attended,
+        # and by the one whose tokens they are of.
+        exchanged = layers * 4 * micro_batch * context // degree * width
+        assert shared == pytest.approx(alone / degree + exchanged, rel=0.01)
+        for kind in ("masters", "moments"):  # of ZeRO 1, over all ranks
+            assert part[kind] == pytest.approx(whole[kind] / degree, rel=0.01)
+        assert part["weights"] == whole["weights"]
