@@ -38,14 +38,14 @@ def shard_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def snapshot(pieces: Iterable[Piece], rank: int, world_size: int) -> dict[str, Tensor]:
+def snapshot(pieces: Iterable[Piece], rank: int) -> dict[str, Tensor]:
     """Host copies of what this rank is to write, so that training may go on meanwhile.
 
-    Of what every rank keeps whole, each rank writes every `world_size`-th piece.
+    Ranks that keep the same pieces take turns with them.
     """
     tensors = {}
     for index, piece in enumerate(pieces):
-        if piece.replicated and index % world_size != rank:
+        if not piece.keepers or piece.keepers[index % len(piece.keepers)] != rank:
             continue
         for kind, tensor in piece.tensors.items():
             tensors[piece_key(piece.parameter, kind, piece.start)] = tensor.detach().to("cpu", copy=True)

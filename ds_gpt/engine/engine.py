@@ -29,6 +29,7 @@ from ds_gpt.engine.defects import (
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.grid import Grid
+from ds_gpt.engine.pipeline import Pipeline
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.engine.state import (
     Piece,
@@ -116,8 +117,10 @@ class Engine:
             if composed.run.stage == "reward":
                 self.model.score()
         apply_checkpointing(self.model, composed)
+        staged = composed.run.parallel.pipeline > 1
+        self._pipeline = Pipeline(self.model, self.grid, ranks.device) if staged else None
         self.deepspeed = deepspeed.initialize(
-            model=self.model,
+            model=self._pipeline.module if self._pipeline else self.model,
             model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
             config=composed.deepspeed,
             dist_init_required=False,
@@ -167,12 +170,7 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
-        for batch in micro_batches:
-            found = self._loss(batch)
-            # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
-            # divided by what their share would be, that is the mean over all that is counted.
-            self.deepspeed.backward(found.loss_sum / found.share)
-            self.deepspeed.step()
+        for found in self._micro_steps(micro_batches):
             loss_sum += found.loss_sum.detach()
             counted += found.counted
             measured.append(found.metrics)
@@ -183,12 +181,25 @@ class Engine:
         applied = self.deepspeed.was_step_applied()
         return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
+    def _micro_steps(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterable[Measured]:
+        if self._pipeline:
+            return self._pipeline.train(self.deepspeed, micro_batches, self._loss)
+        return map(self._micro_step, micro_batches)
+
+    def _micro_step(self, batch: tuple[Tensor, ...]) -> Measured:
+        found = self._loss(batch)
+        # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
+        # divided by what their share would be, that is the mean over all that is counted.
+        self.deepspeed.backward(found.loss_sum / found.share)
+        self.deepspeed.step()
+        return found
+
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
         return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._forward_timer:
-            return self.deepspeed(*args, **kwargs)
+            return (self._pipeline.own_layers if self._pipeline else self.deepspeed)(*args, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
@@ -197,12 +208,17 @@ class Engine:
         must call it.
         """
         seconds = self._forward_timer.read()
-        if self.ranks.world_size == 1 or self.composed.zero_stage == 3:
+        stages = self.grid.parallel.pipeline
+        if self.ranks.world_size == stages or self.composed.zero_stage == 3:
             return None
         by_rank = self.ranks.gather(seconds)
-        slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
-        others = statistics.median(by_rank[:slowest] + by_rank[slowest + 1 :])
-        return slowest, by_rank[slowest] / others
+        found = []
+        for first in range(0, len(by_rank), len(by_rank) // stages):  # other stages have other work
+            peers = range(first, first + len(by_rank) // stages)
+            slowest = max(peers, key=lambda rank: by_rank[rank])
+            others = statistics.median(by_rank[rank] for rank in peers if rank != slowest)
+            found.append((slowest, by_rank[slowest] / others))
+        return max(found, key=lambda entry: entry[1])
 
     def _grad_norm(self) -> float:
         norm = self.deepspeed.get_global_grad_norm()
@@ -227,7 +243,10 @@ class Engine:
         Not compiled: decoding calls it with another length, and another part of the cache, each time.
         """
         with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
-            return self.deepspeed(tokens_BT, positions, loss=loss)
+            return self._everywhere(tokens_BT, positions, loss=loss)
+
+    def _everywhere(self, *args: Any, **kwargs: Any) -> Tensor:
+        return (self._pipeline.everywhere if self._pipeline else self.deepspeed)(*args, **kwargs)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
@@ -238,11 +257,12 @@ class Engine:
     ) -> tuple[float, dict[str, float]]:
         """The same, and what else the objective measures; by default that of the run."""
         objective = objective or self._objective
+        forward = self._pipeline.at_the_end if self._pipeline else self._forward
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = objective(self._forward, False, *batch)
+                found = objective(forward, False, *batch)
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
@@ -252,11 +272,11 @@ class Engine:
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
         with self.evaluating():
-            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
+            return self._everywhere(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
-        return pieces(self.deepspeed)
+        return pieces(self.deepspeed, self.model)
 
     def state_facts(self) -> dict[str, Any]:
         """The training state's few numbers that belong to no parameter."""
@@ -273,7 +293,7 @@ class Engine:
         Returns:
             Kinds of optimizer state that were not saved and start at zero.
         """
-        absent = load_pieces(self.deepspeed, read, facts["optimizer_steps"])
+        absent = load_pieces(self.deepspeed, self.model, read, facts["optimizer_steps"])
         if self.composed.precision == "fp16":
             load_loss_scaler_state(self.deepspeed, facts["loss_scaler"])
         return absent

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WEIGHT = "weight"
 
@@ -28,13 +28,13 @@ class Piece:
         parameter: the parameter's name in the model.
         start: index of the first element in the flattened parameter.
         tensors: fp32 views, all equally long, by kind: ``weight`` and the optimizer's (``exp_avg``, ...).
-        replicated: whether every rank keeps the same piece.
+        keepers: ranks that keep this same piece, one of which saves it; empty where copies on other ranks are saved.
     """
 
     parameter: str
     start: int
     tensors: dict[str, Tensor]
-    replicated: bool
+    keepers: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -42,10 +42,16 @@ class Piece:
         return self.tensors[WEIGHT].numel()
 
 
-def pieces(deepspeed_engine: Any) -> Iterator[Piece]:
-    """What this rank keeps, under any ZeRO stage. The optimizer's state is allocated where it was not yet."""
+def pieces(deepspeed_engine: Any, model: nn.Module) -> Iterator[Piece]:
+    """What this rank keeps, under any ZeRO stage. The optimizer's state is allocated where it was not yet.
+
+    Args:
+        deepspeed_engine: the engine.
+        model: what it wraps, whose parameters have the names of the GPT.
+    """
     optimizer, base = deepspeed_engine.optimizer, deepspeed_engine.basic_optimizer
-    parameters = [(name, p) for name, p in deepspeed_engine.module.named_parameters() if p.requires_grad]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names = dict(parameters)
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer_Stage3":
             found = _stage3(optimizer, parameters)
@@ -58,12 +64,15 @@ def pieces(deepspeed_engine: Any) -> Iterator[Piece]:
         case _:
             assert optimizer is base, f"unknown optimizer {type(optimizer).__name__}"
             found = _unsharded({p: p for _, p in parameters}, parameters)
+    rank, everyone = torch.distributed.get_rank(), tuple(range(torch.distributed.get_world_size()))
     for name, start, owner, offset, numel, replicated in found:
         views = {WEIGHT: owner.detach().reshape(-1)[offset : offset + numel]}
         for kind, value in _state_of(base, owner).items():
             if torch.is_tensor(value) and value.shape == owner.shape:
                 views[kind] = value.reshape(-1)[offset : offset + numel]
-        yield Piece(name, start, views, replicated)
+        # DeepSpeed's mark of a tied weight's second copy, on another stage of a pipeline
+        elsewhere = getattr(names[name], "ds_pipe_replicated", False)
+        yield Piece(name, start, views, () if elsewhere else everyone if replicated else (rank,))
 
 
 # (parameter, first element in it, tensor that the base optimizer steps, offset there, elements, replicated)
@@ -123,11 +132,12 @@ def optimizer_steps(deepspeed_engine: Any) -> int:
     return 0
 
 
-def load_pieces(deepspeed_engine: Any, read: ReadState, steps: int) -> list[str]:
+def load_pieces(deepspeed_engine: Any, model: nn.Module, read: ReadState, steps: int) -> list[str]:
     """Fill every piece that this rank keeps, then bring the model's own weights in line; every rank must call it.
 
     Args:
         deepspeed_engine: the engine to fill.
+        model: what it wraps.
         read: gives the elements of a piece.
         steps: updates that the optimizer had applied.
 
@@ -135,7 +145,7 @@ def load_pieces(deepspeed_engine: Any, read: ReadState, steps: int) -> list[str]
         Kinds of optimizer state that were not saved and start at zero.
     """
     absent: set[str] = set()
-    for piece in pieces(deepspeed_engine):
+    for piece in pieces(deepspeed_engine, model):
         for kind, view in piece.tensors.items():
             value = read(piece.parameter, kind, piece.start, piece.numel)
             if value is None:
