@@ -38,6 +38,7 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
+    frozenset({"tensor"}): (0, 1, 2),
 }
 
 

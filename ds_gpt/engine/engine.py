@@ -19,7 +19,9 @@ from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.defects import (
     allow_fp16_on_cpu,
     guard_plain_optimizer,
+    hear_every_tensor_rank,
     hide_gathering,
+    mark_cut_gradients,
     restore_linear,
     silence_bf16_optimizer,
     skip_reduction_of_one,
@@ -39,6 +41,7 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
+from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
 from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
@@ -115,12 +118,14 @@ class Engine:
             apply_lora(self.model, composed.run.lora)
             if composed.run.stage == "reward":
                 self.model.score()
+        unit, self._cuts = self._share_out()
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self.model,
             model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
             config=composed.deepspeed,
             dist_init_required=False,
+            mpu=unit,
         )[0]
         if composed.compiled:
             self.deepspeed.compile()
@@ -128,6 +133,9 @@ class Engine:
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
         skip_reduction_of_one(self.deepspeed)
+        if self._cuts:
+            mark_cut_gradients(self.deepspeed)
+            hear_every_tensor_rank(self.deepspeed)
         if composed.zero_stage == 3 and composed.checkpoint_policy == "selective":
             hide_gathering(self.deepspeed)
 
@@ -138,6 +146,13 @@ class Engine:
         if self.composed.zero_stage < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
+
+    def _share_out(self) -> tuple[Any, Cuts]:
+        """Cut the model, whole until now, where ranks share it; DeepSpeed's model-parallel unit, and what was cut."""
+        if self.grid.parallel.tensor == 1:
+            return None, {}
+        unit = model_parallel_unit(self.grid)
+        return unit, cut(self.model, unit.get_slice_parallel_group())
 
     def _start_from(self, read: ReadWeight) -> None:
         """Replace the weights that were drawn, one parameter at a time."""
@@ -193,11 +208,11 @@ class Engine:
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
 
-        None where it cannot be told: with one rank, and under ZeRO-3, whose forward waits for other ranks. Every rank
-        must call it.
+        None where it cannot be told: with one rank, and where a forward pass waits for other ranks: under ZeRO-3, and where
+        they share the model. Every rank must call it.
         """
         seconds = self._forward_timer.read()
-        if self.ranks.world_size == 1 or self.composed.zero_stage == 3:
+        if self.ranks.world_size == 1 or self.composed.zero_stage == 3 or self.grid.parallel.used:
             return None
         by_rank = self.ranks.gather(seconds)
         slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
@@ -256,7 +271,7 @@ class Engine:
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
-        return pieces(self.deepspeed)
+        return pieces(self.deepspeed, self.grid, self._cuts)
 
     def state_facts(self) -> dict[str, Any]:
         """The training state's few numbers that belong to no parameter."""
@@ -273,7 +288,7 @@ class Engine:
         Returns:
             Kinds of optimizer state that were not saved and start at zero.
         """
-        absent = load_pieces(self.deepspeed, read, facts["optimizer_steps"])
+        absent = load_pieces(self.deepspeed, self.pieces(), read, facts["optimizer_steps"])
         if self.composed.precision == "fp16":
             load_loss_scaler_state(self.deepspeed, facts["loss_scaler"])
         return absent
@@ -282,6 +297,7 @@ class Engine:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
         restore_linear()
+        forget_groups()
 
 
 def _summed(measured: Sequence[dict[str, Tensor]]) -> tuple[list[str], list[Tensor]]:
