@@ -39,6 +39,7 @@ class ParallelConfig(Section):
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
     frozenset({"pipeline"}): (1,),
+    frozenset({"tensor"}): (0, 1, 2),
 }
 
 

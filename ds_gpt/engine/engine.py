@@ -19,7 +19,9 @@ from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.defects import (
     allow_fp16_on_cpu,
     guard_plain_optimizer,
+    hear_every_tensor_rank,
     hide_gathering,
+    mark_cut_gradients,
     restore_linear,
     silence_bf16_optimizer,
     skip_reduction_of_one,
@@ -40,6 +42,7 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
+from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
 from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
@@ -116,14 +119,16 @@ class Engine:
             apply_lora(self.model, composed.run.lora)
             if composed.run.stage == "reward":
                 self.model.score()
-        apply_checkpointing(self.model, composed)
         staged = composed.run.parallel.pipeline > 1
         self._pipeline = Pipeline(self.model, self.grid, ranks.device) if staged else None
+        unit, self._cuts = self._share_out()
+        apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self._pipeline.module if self._pipeline else self.model,
             model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
             config=composed.deepspeed,
             dist_init_required=False,
+            mpu=None if self._pipeline else unit,  # a pipeline has its own, the same
         )[0]
         if composed.compiled:
             self.deepspeed.compile()
@@ -131,6 +136,9 @@ class Engine:
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
         skip_reduction_of_one(self.deepspeed)
+        if self._cuts:
+            mark_cut_gradients(self.deepspeed)
+            hear_every_tensor_rank(self.deepspeed)
         if composed.zero_stage == 3 and composed.checkpoint_policy == "selective":
             hide_gathering(self.deepspeed)
 
@@ -141,6 +149,13 @@ class Engine:
         if self.composed.zero_stage < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
+
+    def _share_out(self) -> tuple[Any, Cuts]:
+        """Cut the model, whole until now, where ranks share it; DeepSpeed's model-parallel unit, and what was cut."""
+        if self.grid.parallel.tensor == 1:
+            return None, {}
+        unit = self._pipeline.module.mpu() if self._pipeline else model_parallel_unit(self.grid)
+        return unit, cut(self.model, unit.get_slice_parallel_group())
 
     def _start_from(self, read: ReadWeight) -> None:
         """Replace the weights that were drawn, one parameter at a time."""
@@ -204,12 +219,13 @@ class Engine:
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
 
-        None where it cannot be told: with one rank, and under ZeRO-3, whose forward waits for other ranks. Every rank
-        must call it.
+        None where it cannot be told: where no other rank has the same to do, and where a forward pass waits for others:
+        under ZeRO-3, and where they share matrices or sequences. Every rank must call it.
         """
         seconds = self._forward_timer.read()
         stages = self.grid.parallel.pipeline
-        if self.ranks.world_size == stages or self.composed.zero_stage == 3:
+        waits = self.composed.zero_stage == 3 or self.grid.parallel.used - {"pipeline"}
+        if waits or self.ranks.world_size == stages:
             return None
         by_rank = self.ranks.gather(seconds)
         found = []
@@ -276,7 +292,7 @@ class Engine:
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
-        return pieces(self.deepspeed, self.model)
+        return pieces(self.deepspeed, self.model, self.grid, self._cuts)
 
     def state_facts(self) -> dict[str, Any]:
         """The training state's few numbers that belong to no parameter."""
@@ -293,7 +309,7 @@ class Engine:
         Returns:
             Kinds of optimizer state that were not saved and start at zero.
         """
-        absent = load_pieces(self.deepspeed, self.model, read, facts["optimizer_steps"])
+        absent = load_pieces(self.deepspeed, self.pieces(), read, facts["optimizer_steps"])
         if self.composed.precision == "fp16":
             load_loss_scaler_state(self.deepspeed, facts["loss_scaler"])
         return absent
@@ -302,6 +318,7 @@ class Engine:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
         restore_linear()
+        forget_groups()
 
 
 def _summed(measured: Sequence[dict[str, Tensor]]) -> tuple[list[str], list[Tensor]]:
