@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_gpt.config.errors import Problem
 from ds_gpt.config.section import PositiveInt, Section
 
 if TYPE_CHECKING:
+    from ds_gpt.config.files import ConfigFile
     from ds_gpt.config.run import ModelConfig, RunConfig
 
 
@@ -38,8 +39,18 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
+    frozenset({"tensor"}): (0, 1, 2),
+    frozenset({"pipeline"}): (1,),
     frozenset({"sequence"}): (0, 1, 2, 3),
+    frozenset({"tensor", "sequence"}): (0, 1, 2),
 }
+
+
+_DEEPSPEEDS_CHECKPOINTING = (
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.contiguous_memory_optimization",
+)
 
 
 def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage: int, world_size: int) -> list[Problem]:
@@ -65,13 +76,41 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
     return problems + (list(_shape_problems(parallel, model)) if model else [])
 
 
-def sequence_problems(run: RunConfig, compiled: bool) -> list[Problem]:
-    """What is impossible while ranks share sequences.
+def beside_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """What the files ask for that does not go together with a degree above 1."""
+    return _pipeline_problems(run, deepspeed) + _sequence_problems(run, deepspeed)
 
-    Args:
-        run: the run.
-        compiled: whether the engine is to compile the model.
-    """
+
+def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if run.parallel.pipeline == 1:
+        return []
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            _beside_pipeline(f"stage: {run.stage}", "its loss compares sequences, and is measured on the last stage alone")
+        )
+    reasons = {
+        "compile.enabled": "a stage's forward pass is called by DeepSpeed's schedule, never as the one model that is compiled",
+        "torch_autocast.enabled": "activations pass between stages in the type of the weights; use bf16",
+        "zero_optimization.offload_optimizer": "DeepSpeed copies gradients to the host as one rank's backward pass makes them",
+        **dict.fromkeys(_DEEPSPEEDS_CHECKPOINTING, "DeepSpeed's own checkpointing keeps one micro-batch; several are under way"),
+        "pipeline": "parallel.pipeline in the run config owns the number of stages, and ds_gpt cuts them",
+    }
+    for key, reason in reasons.items():
+        value = deepspeed.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("device", "cpu") in (None, "none")):
+            problems.append(_beside_pipeline(f"{key} ({deepspeed.where(key)})", reason))
+    if deepspeed.get("fp16.enabled") and deepspeed.get("data_types.grad_accum_dtype") == "fp32":
+        reason = "all stages but the last would drop their gradients: DeepSpeed adds fp16 gradients up in fp32 elsewhere"
+        problems.append(_beside_pipeline(f"data_types.grad_accum_dtype = 'fp32' ({deepspeed.where('data_types')}) with fp16", reason))
+    return problems
+
+
+def _beside_pipeline(what: str, why: str) -> Problem:
+    return Problem(f"{what} with parallel.pipeline", why, "remove it, or set parallel.pipeline: 1")
+
+
+def _sequence_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
     if run.parallel.sequence == 1:
         return []
     with_degree = f"with parallel.sequence = {run.parallel.sequence}"
@@ -92,10 +131,10 @@ def sequence_problems(run: RunConfig, compiled: bool) -> list[Problem]:
                 "set parallel.sequence: 1, or objective.name: next_token",
             )
         )
-    if compiled:
+    if deepspeed.get("compile.enabled"):
         problems.append(
             Problem(
-                f"compile.enabled = true {with_degree}",
+                f"compile.enabled ({deepspeed.where('compile.enabled')}) {with_degree}",
                 "PyTorch's compiler loses the gradients that pass through DeepSpeed's all-to-all, in silence",
                 "set compile.enabled: false",
             )

@@ -60,6 +60,14 @@ class Grid:
         """Whether what is measured here is added up: of ranks that compute the same loss, one does."""
         return self.is_last_stage and self.tensor_rank == 0
 
+    def copies(self, over_data: bool, over_tensor: bool) -> tuple[int, int]:
+        """Which of the ranks this is, and of how many, that hold the same: data-parallel ones, those of a tensor group."""
+        index, count = (self.tensor_rank, self.parallel.tensor) if over_tensor else (0, 1)
+        if over_data:
+            data = self.data_ranks * self.parallel.sequence
+            index, count = index + count * (self.rank // self.parallel.tensor % data), count * data
+        return index, count
+
     @property
     def randomness(self) -> int:
         """What to draw dropout by: ranks that share matrices hold the same stream, and must drop the same of it."""

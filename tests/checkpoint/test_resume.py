@@ -64,12 +64,16 @@ def test_bf16_and_fp32_runs_resume_each_other(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_ranks_share_sequences_goes_on_at_any_arrangement(tmp_path: Path) -> None:
-    shared, settings = ["parallel.sequence=2"], ["model.positions=rotary", "model.kv_heads=2"]
-    cases = [(stage, [*settings, *shared], tmp_path / stage) for stage in ("zero1", "zero3")]
-    saved = run_ranks(2, train_and_save, cases, 5, 9)[0]
-    expected = {stage: curve for (stage, *_), (curve, _) in zip(cases, saved, strict=True)}
-    for world_size, degree in ((1, []), (2, []), (4, []), (4, shared)):
-        swapped = [(target, [*settings, *degree], tmp_path / source) for target, source in (("zero2", "zero1"), ("zero0", "zero3"))]
+    shared, settings = ["parallel.sequence=2"], ["model.positions=rotary"]
+    both = [*shared, "parallel.tensor=2"]
+    expected = {}
+    for world_size, degrees, stages in ((2, shared, ("zero1", "zero3")), (4, both, ("zero2",))):
+        cases = [(stage, [*settings, *degrees], tmp_path / stage) for stage in stages]
+        saved = run_ranks(world_size, train_and_save, cases, 5, 9)[0]
+        expected |= {stage: curve for stage, (curve, _) in zip(stages, saved, strict=True)}
+    for world_size, degree in ((1, []), (2, []), (4, []), (2, shared), (4, shared), (4, both)):
+        pairs = (("zero2", "zero1"), ("zero0", "zero3"), ("zero1", "zero2"))
+        swapped = [(target, [*settings, *degree], tmp_path / source) for target, source in pairs]
         results = run_ranks(world_size, load_and_train, swapped, 9)[0]
         for (_, _, folder), (curve, _) in zip(swapped, results, strict=True):
             for found, wanted in zip(curve, expected[folder.name], strict=True):

@@ -29,7 +29,7 @@ def test_all_together_is_refused_and_says_why() -> None:
         (["stage=dpo"], "stage = 'dpo' with parallel.sequence = 2"),
         (["stage=reward"], "stage = 'reward' with parallel.sequence = 2"),
         (["objective.name=masked"], "objective.name = 'masked' with parallel.sequence = 2"),
-        (["compile.enabled=true"], "compile.enabled = true with parallel.sequence = 2"),
+        (["compile.enabled=true"], r"compile.enabled \(--set\) with parallel.sequence = 2"),
     ],
 )
 def test_what_ranks_that_share_sequences_cannot_do_is_refused(settings: list[str], complaint: str) -> None:

@@ -37,8 +37,10 @@ def evaluated(ranks: Any, deepspeed: str, overrides: list[str]) -> dict[str, Any
 @pytest.mark.parametrize("options", [(), MODERN], ids=["plain", "modern"])
 def test_validation_and_samples_are_those_of_one_rank(options: tuple[str, ...]) -> None:
     (alone,) = run_ranks(1, evaluated, "zero1", list(options))
-    for world_size, deepspeed in ((2, "zero3"), (4, "zero1")):
-        for found in run_ranks(world_size, evaluated, deepspeed, [*options, "parallel.sequence=2"]):
+    ways = [(2, "zero3", []), (4, "zero1", [])]
+    ways += [] if options else [(4, "zero2", ["parallel.tensor=2"])]  # which needs more key heads
+    for world_size, deepspeed, more in ways:
+        for found in run_ranks(world_size, evaluated, deepspeed, [*options, *more, "parallel.sequence=2"]):
             assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
             assert found["text"] == alone["text"]
             assert found["slowest"] is None  # a rank's forward pass waits for the other's

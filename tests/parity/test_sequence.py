@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from test_parity import CHUNKED, FP32_TOLERANCE, MODERN, STEPS, assert_mixed_close, curves, mixed_reference, overrides, reference, worst
+from curves import CHUNKED, FP32_TOLERANCE, MODERN, assert_mixed_close, curves, mixed_reference, overrides, reference, worst
 
 TWO = ("parallel.sequence=2",)
 
@@ -22,7 +20,7 @@ def differences(world_size: int, deepspeed: str, cases: list[Case], degree: tupl
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_that_share_sequences_reproduce_plain_pytorch(stage: int) -> None:
-    cases: list[Case] = [("adamw", 1, "full", ()), ("adamw", 4, "selective", ()), ("sgd", 1, None, ()), ("sgd", 4, "full", MODERN + CHUNKED)]
+    cases: list[Case] = [("adamw", 1, "full", ()), ("adamw", 4, "selective", ()), ("sgd", 4, "full", MODERN + CHUNKED)]
     found = differences(2, f"zero{stage}", cases)
     assert max(found.values()) < FP32_TOLERANCE, found
 
@@ -50,4 +48,16 @@ def test_mixed_precision_reproduces_plain_pytorch(precision: str, stage: int) ->
 
 def test_offload_reproduces_plain_pytorch() -> None:
     found = differences(2, "zero2_offload", [("adamw", 4, None, ())])
+    assert max(found.values()) < FP32_TOLERANCE, found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_with_tensor_parallel_ranks_too(stage: int) -> None:
+    cases: list[Case] = [("sgd", 4, "selective", ("model.positions=rotary", *CHUNKED))]
+    found = differences(4, f"zero{stage}", cases, (*TWO, "parallel.tensor=2"))
+    assert max(found.values()) < FP32_TOLERANCE, found
+
+
+def test_with_tensor_and_data_parallel_ranks_too() -> None:
+    found = differences(8, "zero1", [("sgd", 2, None, MODERN + ("model.kv_heads=4",))], (*TWO, "parallel.tensor=2"))
     assert max(found.values()) < FP32_TOLERANCE, found
