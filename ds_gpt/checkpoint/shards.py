@@ -50,7 +50,7 @@ def snapshot(pieces: Iterable[Piece]) -> dict[str, Tensor]:
     """
     tensors = {}
     for piece in pieces:
-        if zlib.crc32(piece.parameter.encode()) % piece.copies != piece.copy:
+        if piece.second or zlib.crc32(piece.parameter.encode()) % piece.copies != piece.copy:
             continue
         for kind, tensor in piece.tensors.items():
             key = piece_key(piece.parameter, kind, piece.start, piece.columns)

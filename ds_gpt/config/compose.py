@@ -17,7 +17,7 @@ from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
 from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
-from ds_gpt.config.parallel import ParallelConfig, parallel_problems
+from ds_gpt.config.parallel import ParallelConfig, parallel_problems, pipeline_problems
 from ds_gpt.config.parse import parse_run, sound_sections
 from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
@@ -131,6 +131,7 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
         run = parse_run(run_file)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
+    problems += pipeline_problems(run, deepspeed_file)
     if problems:
         raise ConfigError(problems)
     return _fill(run_file, run, deepspeed_file, hardware, micro_batch_size, accumulation_steps)
@@ -270,6 +271,9 @@ def _fill(
     if warmup_steps >= steps:
         peak = "only in the last one" if warmup_steps == steps else "never"
         notes.append(f"schedule.warmup_steps = {warmup_steps} of training.steps = {steps}: the learning rate rises to the end, and reaches its peak {peak}")
+    if (stages := run.parallel.pipeline) > 1:
+        idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
+        notes.append(f"a pipeline of {stages} stages and {accumulation} micro-batches a step idles {idle:.0%} of the time: smaller micro-batches lower it")
     policy = None
     if "activation_checkpointing" in values:
         policy = values["activation_checkpointing"].pop("policy", "full")

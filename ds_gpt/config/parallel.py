@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_gpt.config.errors import Problem
 from ds_gpt.config.section import PositiveInt, Section
 
 if TYPE_CHECKING:
-    from ds_gpt.config.run import ModelConfig
+    from ds_gpt.config.files import ConfigFile
+    from ds_gpt.config.run import ModelConfig, RunConfig
 
 
 class ParallelConfig(Section):
@@ -38,8 +39,16 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
+    frozenset({"pipeline"}): (1,),
     frozenset({"tensor"}): (0, 1, 2),
 }
+
+
+_DEEPSPEEDS_CHECKPOINTING = (
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.contiguous_memory_optimization",
+)
 
 
 def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage: int, world_size: int) -> list[Problem]:
@@ -63,6 +72,36 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
             )
         )
     return problems + (list(_shape_problems(parallel, model)) if model else [])
+
+
+def pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """What does not go together with a pipeline."""
+    if run.parallel.pipeline == 1:
+        return []
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            _beside_pipeline(f"stage: {run.stage}", "its loss compares sequences, and is measured on the last stage alone")
+        )
+    reasons = {
+        "compile.enabled": "a stage's forward pass is called by DeepSpeed's schedule, never as the one model that is compiled",
+        "torch_autocast.enabled": "activations pass between stages in the type of the weights; use bf16",
+        "zero_optimization.offload_optimizer": "DeepSpeed copies gradients to the host as one rank's backward pass makes them",
+        **dict.fromkeys(_DEEPSPEEDS_CHECKPOINTING, "DeepSpeed's own checkpointing keeps one micro-batch; several are under way"),
+        "pipeline": "parallel.pipeline in the run config owns the number of stages, and ds_gpt cuts them",
+    }
+    for key, reason in reasons.items():
+        value = deepspeed.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("device", "cpu") in (None, "none")):
+            problems.append(_beside_pipeline(f"{key} ({deepspeed.where(key)})", reason))
+    if deepspeed.get("fp16.enabled") and deepspeed.get("data_types.grad_accum_dtype") == "fp32":
+        reason = "all stages but the last would drop their gradients: DeepSpeed adds fp16 gradients up in fp32 elsewhere"
+        problems.append(_beside_pipeline(f"data_types.grad_accum_dtype = 'fp32' ({deepspeed.where('data_types')}) with fp16", reason))
+    return problems
+
+
+def _beside_pipeline(what: str, why: str) -> Problem:
+    return Problem(f"{what} with parallel.pipeline", why, "remove it, or set parallel.pipeline: 1")
 
 
 def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from ds_gpt.engine.defects import (
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.grid import Grid
+from ds_gpt.engine.pipeline import Pipeline
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.engine.state import (
     Piece,
@@ -118,14 +119,16 @@ class Engine:
             apply_lora(self.model, composed.run.lora)
             if composed.run.stage == "reward":
                 self.model.score()
+        staged = composed.run.parallel.pipeline > 1
+        self._pipeline = Pipeline(self.model, self.grid, ranks.device) if staged else None
         unit, self._cuts = self._share_out()
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
-            model=self.model,
+            model=self._pipeline.module if self._pipeline else self.model,
             model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
             config=composed.deepspeed,
             dist_init_required=False,
-            mpu=unit,
+            mpu=None if self._pipeline else unit,  # a pipeline has its own, the same
         )[0]
         if composed.compiled:
             self.deepspeed.compile()
@@ -151,7 +154,7 @@ class Engine:
         """Cut the model, whole until now, where ranks share it; DeepSpeed's model-parallel unit, and what was cut."""
         if self.grid.parallel.tensor == 1:
             return None, {}
-        unit = model_parallel_unit(self.grid)
+        unit = self._pipeline.module.mpu() if self._pipeline else model_parallel_unit(self.grid)
         return unit, cut(self.model, unit.get_slice_parallel_group())
 
     def _start_from(self, read: ReadWeight) -> None:
@@ -182,12 +185,7 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
-        for batch in micro_batches:
-            found = self._loss(batch)
-            # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
-            # divided by what their share would be, that is the mean over all that is counted.
-            self.deepspeed.backward(found.loss_sum / found.share)
-            self.deepspeed.step()
+        for found in self._micro_steps(micro_batches):
             loss_sum += found.loss_sum.detach()
             counted += found.counted
             measured.append(found.metrics)
@@ -198,26 +196,45 @@ class Engine:
         applied = self.deepspeed.was_step_applied()
         return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
+    def _micro_steps(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterable[Measured]:
+        if self._pipeline:
+            return self._pipeline.train(self.deepspeed, micro_batches, self._loss)
+        return map(self._micro_step, micro_batches)
+
+    def _micro_step(self, batch: tuple[Tensor, ...]) -> Measured:
+        found = self._loss(batch)
+        # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
+        # divided by what their share would be, that is the mean over all that is counted.
+        self.deepspeed.backward(found.loss_sum / found.share)
+        self.deepspeed.step()
+        return found
+
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
         return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._forward_timer:
-            return self.deepspeed(*args, **kwargs)
+            return (self._pipeline.own_layers if self._pipeline else self.deepspeed)(*args, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
 
-        None where it cannot be told: with one rank, and where a forward pass waits for other ranks: under ZeRO-3, and where
-        they share the model. Every rank must call it.
+        None where it cannot be told: where no other rank has the same to do, and where a forward pass waits for others:
+        under ZeRO-3, and where they share matrices or sequences. Every rank must call it.
         """
         seconds = self._forward_timer.read()
-        if self.ranks.world_size == 1 or self.composed.zero_stage == 3 or self.grid.parallel.used:
+        stages = self.grid.parallel.pipeline
+        waits = self.composed.zero_stage == 3 or self.grid.parallel.used - {"pipeline"}
+        if waits or self.ranks.world_size == stages:
             return None
         by_rank = self.ranks.gather(seconds)
-        slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
-        others = statistics.median(by_rank[:slowest] + by_rank[slowest + 1 :])
-        return slowest, by_rank[slowest] / others
+        found = []
+        for first in range(0, len(by_rank), len(by_rank) // stages):  # other stages have other work
+            peers = range(first, first + len(by_rank) // stages)
+            slowest = max(peers, key=lambda rank: by_rank[rank])
+            others = statistics.median(by_rank[rank] for rank in peers if rank != slowest)
+            found.append((slowest, by_rank[slowest] / others))
+        return max(found, key=lambda entry: entry[1])
 
     def _grad_norm(self) -> float:
         norm = self.deepspeed.get_global_grad_norm()
@@ -242,7 +259,10 @@ class Engine:
         Not compiled: decoding calls it with another length, and another part of the cache, each time.
         """
         with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
-            return self.deepspeed(tokens_BT, positions, loss=loss)
+            return self._everywhere(tokens_BT, positions, loss=loss)
+
+    def _everywhere(self, *args: Any, **kwargs: Any) -> Tensor:
+        return (self._pipeline.everywhere if self._pipeline else self.deepspeed)(*args, **kwargs)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
@@ -253,11 +273,12 @@ class Engine:
     ) -> tuple[float, dict[str, float]]:
         """The same, and what else the objective measures; by default that of the run."""
         objective = objective or self._objective
+        forward = self._pipeline.at_the_end if self._pipeline else self._forward
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = objective(self._forward, False, *batch)
+                found = objective(forward, False, *batch)
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
@@ -267,11 +288,11 @@ class Engine:
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
         with self.evaluating():
-            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
+            return self._everywhere(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
-        return pieces(self.deepspeed, self.grid, self._cuts)
+        return pieces(self.deepspeed, self.model, self.grid, self._cuts)
 
     def state_facts(self) -> dict[str, Any]:
         """The training state's few numbers that belong to no parameter."""

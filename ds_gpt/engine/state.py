@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.tensor_parallel import Cut, Cuts
@@ -53,6 +53,7 @@ class Piece:
         copy: which of the `copies` this is.
         copies: how many ranks keep the same piece.
         columns: that the elements are counted in; None: in the whole parameter.
+        second: whether it is of a tied weight's second copy, on another stage of a pipeline, and not to be saved.
     """
 
     parameter: str
@@ -61,6 +62,7 @@ class Piece:
     copy: int = 0
     copies: int = 1
     columns: Columns | None = None
+    second: bool = False
 
     @property
     def numel(self) -> int:
@@ -68,16 +70,17 @@ class Piece:
         return self.tensors[WEIGHT].numel()
 
 
-def pieces(deepspeed_engine: Any, grid: Grid, cuts: Cuts) -> Iterator[Piece]:
+def pieces(deepspeed_engine: Any, model: nn.Module, grid: Grid, cuts: Cuts) -> Iterator[Piece]:
     """What this rank keeps, under any ZeRO stage. The optimizer's state is allocated where it was not yet.
 
     Args:
         deepspeed_engine: the engine.
+        model: what it wraps, whose parameters have the names that pieces go by.
         grid: where this rank stands among those that keep the same.
         cuts: the parameters of which it has a share.
     """
     optimizer, base = deepspeed_engine.optimizer, deepspeed_engine.basic_optimizer
-    parameters = [(name, p) for name, p in deepspeed_engine.module.named_parameters() if p.requires_grad]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer_Stage3":
             found = _stage3(optimizer, parameters)
@@ -97,7 +100,9 @@ def pieces(deepspeed_engine: Any, grid: Grid, cuts: Cuts) -> Iterator[Piece]:
             if torch.is_tensor(value) and value.shape == owner.shape:
                 views[kind] = value.reshape(-1)[offset : offset + numel]
         start, columns = _place(by_name[name].shape, cuts.get(by_name[name]), start)
-        yield Piece(name, start, views, *grid.copies(over_data=replicated, over_tensor=by_name[name] not in cuts), columns)
+        copies = grid.copies(over_data=replicated, over_tensor=by_name[name] not in cuts)
+        second = getattr(by_name[name], "ds_pipe_replicated", False)  # DeepSpeed's mark
+        yield Piece(name, start, views, *copies, columns, second)
 
 
 def _place(shape: torch.Size, cut: Cut | None, start: int) -> tuple[int, Columns | None]:
