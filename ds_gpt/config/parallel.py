@@ -41,6 +41,7 @@ COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
     frozenset({"pipeline"}): (1,),
     frozenset({"tensor"}): (0, 1, 2),
+    frozenset({"tensor", "pipeline"}): (1,),
 }
 
 
