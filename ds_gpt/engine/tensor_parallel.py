@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_gpt.engine.grid import Grid
-from ds_gpt.model.gpt import GPT
+from ds_gpt.model.gpt import GPT, Block
 from ds_gpt.model.lora import Adapted
 
 _INTO, _OUT_OF = ("qkv", "gate", "up"), ("out", "down")
@@ -59,7 +59,7 @@ def cut(model: GPT, group: torch.distributed.ProcessGroup) -> Cuts:
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
     set_autotp_mode(training=True)
-    for block in model.blocks:
+    for block in (module for module in model.blocks if isinstance(module, Block)):  # not another stage's
         for half in (block.attention, block.feed_forward):
             for name, module in list(half.named_children()):
                 if name in _INTO + _OUT_OF:

@@ -61,20 +61,3 @@ def test_bf16_and_fp32_runs_resume_each_other(tmp_path: Path) -> None:
         # One rounding to bf16 is 4e-3 of a weight; the loss averages them away.
         assert found[0][0] == pytest.approx(expected[0][0], rel=5e-4)
         assert found[1][0] == pytest.approx(expected[1][0], rel=2e-3)
-
-
-def test_a_run_whose_ranks_share_sequences_goes_on_at_any_arrangement(tmp_path: Path) -> None:
-    shared, settings = ["parallel.sequence=2"], ["model.positions=rotary"]
-    both = [*shared, "parallel.tensor=2"]
-    expected = {}
-    for world_size, degrees, stages in ((2, shared, ("zero1", "zero3")), (4, both, ("zero2",))):
-        cases = [(stage, [*settings, *degrees], tmp_path / stage) for stage in stages]
-        saved = run_ranks(world_size, train_and_save, cases, 5, 9)[0]
-        expected |= {stage: curve for stage, (curve, _) in zip(stages, saved, strict=True)}
-    for world_size, degree in ((1, []), (2, []), (4, []), (2, shared), (4, shared), (4, both)):
-        pairs = (("zero2", "zero1"), ("zero0", "zero3"), ("zero1", "zero2"))
-        swapped = [(target, [*settings, *degree], tmp_path / source) for target, source in pairs]
-        results = run_ranks(world_size, load_and_train, swapped, 9)[0]
-        for (_, _, folder), (curve, _) in zip(swapped, results, strict=True):
-            for found, wanted in zip(curve, expected[folder.name], strict=True):
-                assert found == pytest.approx(wanted, rel=FP32_TOLERANCE), (world_size, degree, folder.name)
