@@ -159,6 +159,13 @@ def skip_reduction_of_one(engine: Any) -> None:
         engine.enable_backward_allreduce = False
 
 
+def keep_one_bucket(engine: Any) -> None:
+    """Under a pipeline ZeRO-1 makes its bucket twice: as gradients come, and again to add them up over the ranks."""
+    if engine.pipeline_parallelism and hasattr(engine.optimizer, "reduce_gradients"):
+        reduce = engine.optimizer.reduce_gradients
+        engine.optimizer.reduce_gradients = lambda pipeline_parallel: reduce()
+
+
 def hide_gathering(engine: Any) -> None:
     """ZeRO-3 gathers and frees parameters within the blocks that selective checkpointing runs twice.
 
