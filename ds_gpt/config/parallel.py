@@ -39,7 +39,7 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
-    frozenset({"pipeline"}): (1,),
+    frozenset({"pipeline"}): (0, 1),
     frozenset({"tensor"}): (0, 1, 2),
 }
 
@@ -98,6 +98,16 @@ def pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
         reason = "all stages but the last would drop their gradients: DeepSpeed adds fp16 gradients up in fp32 elsewhere"
         problems.append(_beside_pipeline(f"data_types.grad_accum_dtype = 'fp32' ({deepspeed.where('data_types')}) with fp16", reason))
     return problems
+
+
+def parallel_notes(parallel: ParallelConfig, accumulation: int) -> list[str]:
+    """What the degrees cost, with so many micro-batches a step."""
+    stages = parallel.pipeline
+    if stages == 1:
+        return []
+    idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
+    batches = f"{accumulation} micro-batch{'es' * (accumulation > 1)}"
+    return [f"pipeline: {stages} stages idle {idle:.0%} of the time with {batches} a step; smaller micro-batches are more"]
 
 
 def _beside_pipeline(what: str, why: str) -> Problem:

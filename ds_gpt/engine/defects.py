@@ -68,7 +68,7 @@ def guard_plain_optimizer(engine: Any) -> None:
 
 
 def _norm(engine: Any, parameters: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient; of a parameter that tensor-parallel ranks hold alike, one of them counts."""
+    """2-norm of the whole gradient; of what ranks hold alike that share the model, one of them counts."""
     counted, copies = [], []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -82,8 +82,10 @@ def _norm(engine: Any, parameters: list[Tensor]) -> Tensor:
 
 
 def _is_copy(engine: Any, parameter: Tensor) -> bool:
-    """Whether another tensor-parallel rank, the first, counts this parameter."""
-    return engine.mpu is not None and engine.mpu.get_slice_parallel_rank() > 0 and not hasattr(parameter, _CUT)
+    """Whether another rank counts this parameter: the first tensor-parallel one, or a pipeline's first stage a tied weight."""
+    if engine.mpu is None:
+        return False
+    return getattr(parameter, "ds_pipe_replicated", False) or engine.mpu.get_slice_parallel_rank() > 0 and not hasattr(parameter, _CUT)
 
 
 def _zero_or_nan(gradients: list[Tensor], like: Tensor) -> Tensor:

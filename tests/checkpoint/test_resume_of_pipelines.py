@@ -33,7 +33,8 @@ FOUR_LAYERS = ["model.layers=4", "gradient_accumulation_steps=2"]
 def test_resume_is_exact_at_the_same_arrangement(precision: str, tmp_path: Path) -> None:
     settings = [*HARD, "parallel.pipeline=2", f"bf16.enabled={str(precision == 'bf16').lower()}"]
     for world_size in (2, 4):
-        cases = [("zero1", [*settings, *more], tmp_path / f"{world_size}-{more}") for more in ([], ["model.tied_head=false"])]
+        cases = [(stage, settings, tmp_path / f"{world_size}-{stage}") for stage in ("zero0", "zero1")]
+        cases += [("zero1", [*settings, "model.tied_head=false"], tmp_path / f"{world_size}-untied")]
         never_stopped = run_ranks(world_size, train_and_save, cases, 3, 6)
         resumed = run_ranks(world_size, load_and_train, cases, 6)
         for expected, found in zip(never_stopped, resumed, strict=True):
