@@ -75,6 +75,21 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
     return problems + (list(_shape_problems(parallel, model)) if model else [])
 
 
+def tensor_problems(parallel: ParallelConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """What does not go together with matrices that ranks share."""
+    if parallel.tensor == 1:
+        return []
+    return [
+        Problem(
+            f"{key} ({deepspeed.where(key)}) with parallel.tensor",
+            "DeepSpeed's own checkpointing takes every rank for a data-parallel one, and finds the batch size wrong",
+            "remove it; activation_checkpointing.policy: full keeps the same, selective costs less time",
+        )
+        for key in _DEEPSPEEDS_CHECKPOINTING
+        if deepspeed.get(key)
+    ]
+
+
 def pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
     """What does not go together with a pipeline."""
     if run.parallel.pipeline == 1:

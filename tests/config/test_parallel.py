@@ -41,3 +41,16 @@ def test_ranks_that_are_no_whole_number_of_copies_are_refused() -> None:
 def test_shapes_that_cannot_be_shared_out_are_refused(settings: list[str], ranks: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         tiny("zero1", ranks, settings)
+
+
+def test_matrices_are_shared_with_zero_0_to_2() -> None:
+    with pytest.raises(ConfigError, match="tensor 2 with zero_optimization.stage = 3(.|\n)*it works with ZeRO 0, 1, 2(.|\n)*stage: 2"):
+        tiny("zero3", 2, ["parallel.tensor=2"])
+    with pytest.raises(ConfigError, match="partition_activations(.|\n)* with parallel.tensor(.|\n)*policy: full"):
+        tiny("zero1", 2, ["parallel.tensor=2", "activation_checkpointing={partition_activations: true}"])
+
+
+def test_ranks_take_the_batch_that_their_data_parallel_rank_has() -> None:
+    composed = tiny("zero1", 4, ["parallel.tensor=2", "batch.micro_batch_size=2"])
+    assert composed.data_ranks == 2 and composed.accumulation_steps == 4
+    assert composed.deepspeed["train_batch_size"] == 16 == 2 * 4 * 2
