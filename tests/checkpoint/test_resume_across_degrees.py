@@ -21,7 +21,7 @@ from ds_gpt.model.counts import parameters
 # fp32 sums in another order, as in tests/parity.
 FP32_TOLERANCE = 1e-5
 
-TENSOR, PIPELINE = ("parallel.tensor=2",), ("parallel.pipeline=2",)
+TENSOR, PIPELINE, SEQUENCE = ("parallel.tensor=2",), ("parallel.pipeline=2",), ("parallel.sequence=2",)
 OPTIONS = ("model.ffn=swiglu", "model.qk_norm=true", "model.tied_head=false", "gradient_clipping=0.75")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[qkv, out, up, down]")
 
@@ -61,12 +61,17 @@ SOURCES: dict[str, Case] = {
     "data 4": (4, "zero2", OPTIONS),
     "tensor 2": (2, "zero0", OPTIONS + TENSOR),
     "tensor 2 x data 2": (4, "zero1", OPTIONS + TENSOR),
+    "sequence 2": (2, "zero3", OPTIONS + SEQUENCE),
+    "tensor 2 x sequence 2": (4, "zero2", OPTIONS + TENSOR + SEQUENCE),
 }
 TARGETS: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "alone": ((1, "zero0", OPTIONS), ("tensor 2",)),
-    "data 4": ((4, "zero3", OPTIONS), ("tensor 2 x data 2",)),
+    "alone": ((1, "zero0", OPTIONS), ("tensor 2", "sequence 2", "tensor 2 x sequence 2")),
+    "data 2": ((2, "zero0", OPTIONS), ("sequence 2",)),
+    "data 4": ((4, "zero3", OPTIONS), ("tensor 2 x data 2", "sequence 2")),
     "tensor 2": ((2, "zero2", OPTIONS + TENSOR), ("alone", "tensor 2 x data 2")),
     "tensor 2 x data 2": ((4, "zero2", OPTIONS + TENSOR), ("data 4",)),
+    "sequence 2": ((2, "zero1", OPTIONS + SEQUENCE), ("alone", "tensor 2 x sequence 2")),
+    "tensor 2 x sequence 2": ((4, "zero1", OPTIONS + TENSOR + SEQUENCE), ("tensor 2", "sequence 2")),
     "tensor 4": ((4, "zero1", (*OPTIONS, "parallel.tensor=4")), ("tensor 2 x data 2",)),
 }
 

@@ -49,6 +49,16 @@ def test_deepspeed_launcher_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Pa
     assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5), "the batch is the same, split otherwise"
 
 
+def test_two_ranks_that_share_each_sequence(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:
+    ended = ran(tmp_path, *DEEPSPEED, "--num_gpus", 2, TRAIN, *tiny, "--set", "parallel.sequence=2")
+    assert_trained(ended, run := tmp_path / "runs" / "quickstart")
+    assert ended.err == ""
+    assert "16 a rank x 1 data rank x 1 accumulation step" in ended.out and "sequence 2: copies of the model: 1" in ended.out
+    assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5)
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(metrics(plain[1])[-1]["val_loss"], rel=1e-5)
+    assert (run / "sample.txt").read_text() == (plain[1] / "sample.txt").read_text()
+
+
 def test_torchrun_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
