@@ -112,6 +112,37 @@ def test_bytes_fall_as_the_arithmetic_says(options: tuple[str, ...]) -> None:
             assert kept[0] - kept[rank] == in_blocks / 2
 
 
+# ---- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(ranks: Any, cases: list[Composed]) -> dict[str, Any]:
+    """Curves; and of the last engine, what attention and an adapter make of equal inputs, and the next random number."""
+    from ds_gpt.engine.engine import Engine
+
+    curves = []
+    for composed in cases:
+        engine = Engine(composed, ranks)
+        loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
+        curves.append([(result.loss, result.grad_norm) for result in (engine.step(n, loader.load(n), LR) for n in range(3))])
+        loader.close()
+        attention, up = engine.model.blocks[0].attention, engine.model.blocks[0].feed_forward.up
+        torch.manual_seed(3)
+        heads = [torch.randn(2, 2, 16, 8) for _ in range(3)]
+        found = {"heads": attention.attend(*heads, 0.5).tolist(), "out": attention.out.dropout(torch.ones(64)).tolist()}
+        found |= {"up": up.dropout(torch.ones(64)).tolist(), "stream": torch.rand(()).item()}
+        engine.close()
+    return {"curves": curves, **found}
+
+
+def test_what_is_cut_is_dropped_apart_and_the_stream_alike() -> None:
+    settings = [TENSOR, "model.dropout=0.3", "lora.rank=4", "lora.dropout=0.5", "lora.targets=[qkv, out, up, down]"]
+    policies = ("null", "{policy: full}", "{policy: selective}")
+    cases = [tiny("zero1", 2, [*settings, f"activation_checkpointing={policy}"]) for policy in policies]
+    first, second = run_ranks(2, dropped, cases)
+    assert {name for name in first if first[name] == second[name]} == {"curves", "up", "stream"}
+    assert first["curves"][0] == first["curves"][1] == first["curves"][2], "what is computed again drops the same again"
+
+
 # ---- Evaluation, generation, documents -------------------------------------------------------------------------------
 
 PROMPTS = [[3, 8, 13], [1, 2, 3, 4, 5, 6, 7], [30]]
