@@ -39,8 +39,11 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
-    frozenset({"pipeline"}): (0, 1),
     frozenset({"tensor"}): (0, 1, 2),
+    frozenset({"pipeline"}): (0, 1),
+    frozenset({"sequence"}): (0, 1, 2, 3),
+    frozenset({"tensor", "pipeline"}): (1,),
+    frozenset({"tensor", "sequence"}): (0, 1, 2),
 }
 
 
@@ -74,8 +77,27 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
     return problems + (list(_shape_problems(parallel, model)) if model else [])
 
 
-def pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
-    """What does not go together with a pipeline."""
+def beside_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """What the files ask for that does not go together with a degree above 1."""
+    tensor = _tensor_problems(run.parallel, deepspeed)
+    return tensor + _pipeline_problems(run, deepspeed) + _sequence_problems(run, deepspeed)
+
+
+def _tensor_problems(parallel: ParallelConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if parallel.tensor == 1:
+        return []
+    return [
+        Problem(
+            f"{key} ({deepspeed.where(key)}) with parallel.tensor",
+            "DeepSpeed's own checkpointing takes every rank for a data-parallel one, and finds the batch size wrong",
+            "remove it; activation_checkpointing.policy: full keeps the same, selective costs less time",
+        )
+        for key in _DEEPSPEEDS_CHECKPOINTING
+        if deepspeed.get(key)
+    ]
+
+
+def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
     if run.parallel.pipeline == 1:
         return []
     problems = []
@@ -112,6 +134,38 @@ def parallel_notes(parallel: ParallelConfig, accumulation: int) -> list[str]:
 
 def _beside_pipeline(what: str, why: str) -> Problem:
     return Problem(f"{what} with parallel.pipeline", why, "remove it, or set parallel.pipeline: 1")
+
+
+def _sequence_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if run.parallel.sequence == 1:
+        return []
+    with_degree = f"with parallel.sequence = {run.parallel.sequence}"
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            Problem(
+                f"stage = '{run.stage}' {with_degree}",
+                "its loss is of whole sequences, of which each rank has a part; stages pretrain and sft add up tokens",
+                "set parallel.sequence: 1; activation_checkpointing and ZeRO save memory too",
+            )
+        )
+    if run.objective.name != "next_token":
+        problems.append(
+            Problem(
+                f"objective.name = '{run.objective.name}' {with_degree}",
+                "tokens that see what comes after them were never proved to train the same model",
+                "set parallel.sequence: 1, or objective.name: next_token",
+            )
+        )
+    if deepspeed.get("compile.enabled"):
+        problems.append(
+            Problem(
+                f"compile.enabled ({deepspeed.where('compile.enabled')}) {with_degree}",
+                "PyTorch's compiler loses the gradients that pass through DeepSpeed's all-to-all, in silence",
+                "set compile.enabled: false",
+            )
+        )
+    return problems
 
 
 def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.pipeline import Pipeline
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.engine.sequence_parallel import SequenceParallel
 from ds_gpt.engine.state import (
     Piece,
     ReadState,
@@ -123,6 +124,7 @@ class Engine:
         staged = composed.run.parallel.pipeline > 1
         self._pipeline = Pipeline(self.model, self.grid, ranks.device) if staged else None
         unit, self._cuts = self._share_out()
+        self._sequence = SequenceParallel(self.grid, self.model)
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
             model=self._pipeline.module if self._pipeline else self.model,
@@ -212,11 +214,14 @@ class Engine:
         return found
 
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
-        return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
+        # The model's flag: DeepSpeed's own flag of training stays on.
+        return self._objective(self._forward, self.model.training, *self._sequence.cut(batch))
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, tokens_BT: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        if positions is None:
+            positions = self._sequence.positions(tokens_BT)
         with self._forward_timer:
-            return (self._pipeline.own_layers if self._pipeline else self.deepspeed)(*args, **kwargs)
+            return (self._pipeline.own_layers if self._pipeline else self.deepspeed)(tokens_BT, positions, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
@@ -260,7 +265,8 @@ class Engine:
 
         Not compiled: decoding calls it with another length, and another part of the cache, each time.
         """
-        with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
+        eager = torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext()
+        with eager, self._sequence.alone():
             return self._everywhere(tokens_BT, positions, loss=loss)
 
     def _everywhere(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -280,7 +286,7 @@ class Engine:
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = objective(forward, False, *batch)
+                found = objective(forward, False, *self._sequence.cut(batch))
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
@@ -319,6 +325,7 @@ class Engine:
     def close(self) -> None:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        self._sequence.close()
         restore_linear()
         forget_groups()
 

@@ -34,6 +34,12 @@ class Grid:
         """Which share of each sequence is here, 0 to parallel.sequence - 1."""
         return self.rank // self.parallel.tensor % self.parallel.sequence
 
+    def sequence_groups(self) -> list[list[int]]:
+        """The ranks that share each sequence, in the order of their shares: those that differ in nothing else."""
+        step, degree = self.parallel.tensor, self.parallel.sequence
+        firsts = (rank for rank in range(self.parallel.product * self.data_ranks) if rank // step % degree == 0)
+        return [[first + share * step for share in range(degree)] for first in firsts]
+
     @property
     def data_rank(self) -> int:
         """Which share of the batch is here, 0 to data_ranks - 1."""

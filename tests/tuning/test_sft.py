@@ -20,6 +20,7 @@ from ds_gpt.config import ConfigError
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.chat import Chat
 from ds_gpt.data.loader import BatchLoader, window_batch
+from ds_gpt.data.records import records
 from ds_gpt.data.rows import IGNORED, best_fit
 from ds_gpt.data.stages import prepare_stage
 from ds_gpt.learning.loss import IGNORE_INDEX
@@ -144,7 +145,7 @@ def step_losses(ranks: Any, cases: list[tuple[Any, int]]) -> list[list[tuple[flo
         run, dataset = settled(case.run)
         engine = Engine(replace(case, run=run), ranks)
         sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
-        loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, case.micro_batch_size, "cpu")
+        loader = BatchLoader(dataset.train, sampler, engine.grid.data_rank, engine.grid.data_ranks, case.micro_batch_size, "cpu")
         results = [engine.step(step, loader.load(step), 0.01) for step in range(4)]
         curves.append([(result.loss, result.grad_norm) for result in results])
         loader.close()
@@ -157,7 +158,8 @@ def test_every_answer_token_weighs_alike_over_ranks_and_micro_steps(tmp_path: Pa
     rows = [{"prompt": "1+", "completion": "2" * (1 + 40 * (index % 7 == 0))} for index in range(64)]
     corpus = write(tmp_path / "a.jsonl", rows)
     settings = ["examples.packing=false", "optimizer.name=sgd", "gradient_clipping=0", "model.layers=1"]
-    cases = [composed("sft", corpus, [*settings, f"gradient_accumulation_steps={n}"], world_size=2) for n in (1, 4)]
+    ways = ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "parallel.sequence=2", "parallel.tensor=2")
+    cases = [composed("sft", corpus, [*settings, way], world_size=2) for way in ways]
     found = run_ranks(2, step_losses, cases)
     run, dataset = settled(cases[0].run)
     torch.manual_seed(run.seed)
@@ -226,6 +228,11 @@ def test_what_cannot_be_learned_from_is_refused(
         settings = [f"examples.template={tmp_path / 't.jinja'}"]
     with pytest.raises(ConfigError, match=wrong):
         prepare_stage(composed("sft", corpus, settings).run)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [record for _, record in records(str(tmp_path / "a.jsonl"))] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
