@@ -18,7 +18,7 @@ from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
 from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
-from ds_gpt.config.parallel import ParallelConfig, beside_problems, parallel_problems
+from ds_gpt.config.parallel import ParallelConfig, beside_problems, parallel_notes, parallel_problems
 from ds_gpt.config.parse import parse_run, sound_sections
 from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
@@ -121,8 +121,7 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
     problems += _disagreements(run_file, sections.get("batch"), sections.get("optimizer"), deepspeed_file)
     micro_batch_size = accumulation_steps = 0
     parallel = sections.get("parallel", ParallelConfig())
-    stage = deepspeed_file.get("zero_optimization.stage") or 0
-    impossible = parallel_problems(parallel, sections.get("model"), stage, hardware.world_size)
+    impossible = parallel_problems(parallel, sections.get("model"), deepspeed_file.get("zero_optimization.stage") or 0, hardware.world_size)
     problems += impossible
     if "batch" in sections and not impossible:
         ranks = hardware.world_size // parallel.product
@@ -208,9 +207,7 @@ def _fill(
     if warmup_steps >= steps:
         peak = "only in the last one" if warmup_steps == steps else "never"
         notes.append(f"schedule.warmup_steps = {warmup_steps} of training.steps = {steps}: the learning rate rises to the end, and reaches its peak {peak}")
-    if (stages := run.parallel.pipeline) > 1:
-        idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
-        notes.append(f"a pipeline of {stages} stages and {accumulation} micro-batches a step idles {idle:.0%} of the time: smaller micro-batches lower it")
+    notes += parallel_notes(run.parallel, accumulation)
     policy = None
     if "activation_checkpointing" in values:
         policy = values["activation_checkpointing"].pop("policy", "full")

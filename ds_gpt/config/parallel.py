@@ -40,7 +40,7 @@ class ParallelConfig(Section):
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
     frozenset({"tensor"}): (0, 1, 2),
-    frozenset({"pipeline"}): (1,),
+    frozenset({"pipeline"}): (0, 1),
     frozenset({"sequence"}): (0, 1, 2, 3),
     frozenset({"tensor", "pipeline"}): (1,),
     frozenset({"tensor", "sequence"}): (0, 1, 2),
@@ -89,7 +89,22 @@ def sharing_problems(parallel: ParallelConfig, model: ModelConfig | None, world_
 
 def beside_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
     """What the files ask for that does not go together with a degree above 1."""
-    return _pipeline_problems(run, deepspeed) + _sequence_problems(run, deepspeed)
+    tensor = _tensor_problems(run.parallel, deepspeed)
+    return tensor + _pipeline_problems(run, deepspeed) + _sequence_problems(run, deepspeed)
+
+
+def _tensor_problems(parallel: ParallelConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if parallel.tensor == 1:
+        return []
+    return [
+        Problem(
+            f"{key} ({deepspeed.where(key)}) with parallel.tensor",
+            "DeepSpeed's own checkpointing takes every rank for a data-parallel one, and finds the batch size wrong",
+            "remove it; activation_checkpointing.policy: full keeps the same, selective costs less time",
+        )
+        for key in _DEEPSPEEDS_CHECKPOINTING
+        if deepspeed.get(key)
+    ]
 
 
 def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
@@ -115,6 +130,16 @@ def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
         reason = "all stages but the last would drop their gradients: DeepSpeed adds fp16 gradients up in fp32 elsewhere"
         problems.append(_beside_pipeline(f"data_types.grad_accum_dtype = 'fp32' ({deepspeed.where('data_types')}) with fp16", reason))
     return problems
+
+
+def parallel_notes(parallel: ParallelConfig, accumulation: int) -> list[str]:
+    """What the degrees cost, with so many micro-batches a step."""
+    stages = parallel.pipeline
+    if stages == 1:
+        return []
+    idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
+    batches = f"{accumulation} micro-batch{'es' * (accumulation > 1)}"
+    return [f"pipeline: {stages} stages idle {idle:.0%} of the time with {batches} a step; smaller micro-batches are more"]
 
 
 def _beside_pipeline(what: str, why: str) -> Problem:

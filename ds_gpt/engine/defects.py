@@ -68,7 +68,7 @@ def guard_plain_optimizer(engine: Any) -> None:
 
 
 def _norm(engine: Any, parameters: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient; of a parameter that tensor-parallel ranks hold alike, one of them counts."""
+    """2-norm of the whole gradient; of what ranks hold alike that share the model, one of them counts."""
     counted, copies = [], []
     for parameter in parameters:
         if parameter.grad is not None:
@@ -82,8 +82,10 @@ def _norm(engine: Any, parameters: list[Tensor]) -> Tensor:
 
 
 def _is_copy(engine: Any, parameter: Tensor) -> bool:
-    """Whether another tensor-parallel rank, the first, counts this parameter."""
-    return engine.mpu is not None and engine.mpu.get_slice_parallel_rank() > 0 and not hasattr(parameter, _CUT)
+    """Whether another rank counts this parameter: the first tensor-parallel one, or a pipeline's first stage a tied weight."""
+    if engine.mpu is None:
+        return False
+    return getattr(parameter, "ds_pipe_replicated", False) or engine.mpu.get_slice_parallel_rank() > 0 and not hasattr(parameter, _CUT)
 
 
 def _zero_or_nan(gradients: list[Tensor], like: Tensor) -> Tensor:
@@ -157,6 +159,13 @@ def skip_reduction_of_one(engine: Any) -> None:
     """ZeRO-0 copies all gradients into buckets and back to add up those of one rank: 2% of a small model's step."""
     if engine.dp_world_size == 1 and not engine.zero_optimization():
         engine.enable_backward_allreduce = False
+
+
+def keep_one_bucket(engine: Any) -> None:
+    """Under a pipeline ZeRO-1 makes its bucket twice: as gradients come, and again to add them up over the ranks."""
+    if engine.pipeline_parallelism and hasattr(engine.optimizer, "reduce_gradients"):
+        reduce = engine.optimizer.reduce_gradients
+        engine.optimizer.reduce_gradients = lambda pipeline_parallel: reduce()
 
 
 def hide_gathering(engine: Any) -> None:

@@ -21,6 +21,7 @@ from ds_gpt.engine.defects import (
     guard_plain_optimizer,
     hear_every_tensor_rank,
     hide_gathering,
+    keep_one_bucket,
     mark_cut_gradients,
     restore_linear,
     silence_bf16_optimizer,
@@ -138,6 +139,7 @@ class Engine:
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
         skip_reduction_of_one(self.deepspeed)
+        keep_one_bucket(self.deepspeed)
         if self._cuts:
             mark_cut_gradients(self.deepspeed)
             hear_every_tensor_rank(self.deepspeed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_gpt.engine.grid import Grid
+from ds_gpt.model.attention import Attend
 from ds_gpt.model.gpt import GPT, Block
 from ds_gpt.model.lora import Adapted
 
@@ -64,6 +66,7 @@ def cut(model: GPT, group: torch.distributed.ProcessGroup) -> Cuts:
             for name, module in list(half.named_children()):
                 if name in _INTO + _OUT_OF:
                     setattr(half, name, _cut(module, LinearLayer if name in _INTO else LinearAllreduce, group))
+        block.attention.attend = partial(_attend_apart, block.attention.attend, torch.distributed.get_rank(group))
         for norm in (block.attention.q_norm, block.attention.k_norm):
             if norm is not None and norm.weight.requires_grad:  # whole, but what it normalizes is this rank's heads
                 norm.weight.register_hook(partial(_summed, group=group))
@@ -80,10 +83,46 @@ def _cut(module: nn.Module, layer: type[nn.Module], group: torch.distributed.Pro
     """The layer in place of a linear map. Of an adapter, the factor is cut whose dimension is the map's that is cut."""
     if not isinstance(module, Adapted):
         return layer(module, group)
+    into = layer.__name__ == "LinearLayer"
     module.base = layer(module.base, group)
-    factor = "lora_B" if layer.__name__ == "LinearLayer" else "lora_A"
+    factor = "lora_B" if into else "lora_A"
     setattr(module, factor, layer(getattr(module, factor), group))
+    if not into:  # what it reads is this rank's
+        module.dropout = _DropoutApart(module.dropout.p, torch.distributed.get_rank(group))
     return module
+
+
+class _DropoutApart(nn.Dropout):
+    """Dropout of what is cut: each rank's own."""
+
+    def __init__(self, p: float, index: int) -> None:
+        super().__init__(p)
+        self._index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        with _own_randomness(self._index, x.device):
+            return super().forward(x)
+
+
+def _attend_apart(
+    attend: Attend, index: int, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, dropout: float, **apart: Tensor
+) -> Tensor:
+    """`attend`, whose dropout is each rank's own: the heads are."""
+    with _own_randomness(index, q_BHTK.device) if dropout else contextlib.nullcontext():
+        return attend(q_BHTK, k_BGTK, v_BGTK, dropout, **apart)
+
+
+@contextlib.contextmanager
+def _own_randomness(index: int, device: torch.device) -> Iterator[None]:
+    """Random numbers in here differ among the ranks of a group, who draw the same before and after."""
+    seed = int(torch.randint(2**62, ())) + index
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 def _summed(gradient: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from forked_ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saving import load_and_train, train_and_save
+from saving import build, load_and_train, steps, train_and_save
 from tiny import tiny
 
 from ds_gpt.checkpoint.adapter import WEIGHTS, write_adapter
@@ -20,7 +21,7 @@ from ds_gpt.model.counts import parameters
 # fp32 sums in another order, as in tests/parity.
 FP32_TOLERANCE = 1e-5
 
-TENSOR, SEQUENCE = ("parallel.tensor=2",), ("parallel.sequence=2",)
+TENSOR, PIPELINE, SEQUENCE = ("parallel.tensor=2",), ("parallel.pipeline=2",), ("parallel.sequence=2",)
 OPTIONS = ("model.ffn=swiglu", "model.qk_norm=true", "model.tied_head=false", "gradient_clipping=0.75")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[qkv, out, up, down]")
 
@@ -44,11 +45,15 @@ def saved_elements(folder: Path) -> int:
 def test_resume_is_exact_at_the_same_degrees(world_size: int, tmp_path: Path) -> None:
     hard = [*TENSOR, *OPTIONS, "gradient_accumulation_steps=2", "model.dropout=0.1"]
     cases = [(f"zero{stage}", hard, tmp_path / str(stage)) for stage in (0, 1, 2)]
-    cases += [("zero1", [*hard, "bf16.enabled=true"], tmp_path / "bf16"), ("zero1", [*hard, *LORA], tmp_path / "lora")]
+    cases += [("zero1", [*hard, "bf16.enabled=true"], tmp_path / "bf16")]
+    if world_size == 4:
+        cases += [("zero1", [*hard, *PIPELINE], tmp_path / "pipeline")]
+    saving_all = len(cases)
+    cases += [("zero1", [*hard, *LORA], tmp_path / "lora")]
     never_stopped = run_ranks(world_size, train_and_save, cases, 4, 7)
     assert never_stopped == run_ranks(world_size, load_and_train, cases, 7)
     whole = 3 * parameters(tiny("zero1", 1, OPTIONS).run.model)  # weights and two moments, each element once
-    assert [saved_elements(folder) for _, _, folder in cases[:4]] == [whole] * 4
+    assert [saved_elements(folder) for _, _, folder in cases[:saving_all]] == [whole] * saving_all
 
 
 SOURCES: dict[str, Case] = {
@@ -60,11 +65,11 @@ SOURCES: dict[str, Case] = {
     "tensor 2 x sequence 2": (4, "zero2", OPTIONS + TENSOR + SEQUENCE),
 }
 TARGETS: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "alone": ((1, "zero0", OPTIONS), ("tensor 2", "tensor 2 x data 2", "sequence 2", "tensor 2 x sequence 2")),
+    "alone": ((1, "zero0", OPTIONS), ("tensor 2", "sequence 2", "tensor 2 x sequence 2")),
     "data 2": ((2, "zero0", OPTIONS), ("sequence 2",)),
     "data 4": ((4, "zero3", OPTIONS), ("tensor 2 x data 2", "sequence 2")),
     "tensor 2": ((2, "zero2", OPTIONS + TENSOR), ("alone", "tensor 2 x data 2")),
-    "tensor 2 x data 2": ((4, "zero2", OPTIONS + TENSOR), ("data 4", "tensor 2")),
+    "tensor 2 x data 2": ((4, "zero2", OPTIONS + TENSOR), ("data 4",)),
     "sequence 2": ((2, "zero1", OPTIONS + SEQUENCE), ("alone", "tensor 2 x sequence 2")),
     "tensor 2 x sequence 2": ((4, "zero1", OPTIONS + TENSOR + SEQUENCE), ("tensor 2", "sequence 2")),
     "tensor 4": ((4, "zero1", (*OPTIONS, "parallel.tensor=4")), ("tensor 2 x data 2",)),
@@ -80,6 +85,40 @@ def test_resume_at_any_degrees(tmp_path: Path) -> None:
         for source, (curve, _) in zip(sources, run_ranks(ranks, load_and_train, cases, 7)[0], strict=True):
             wanted = torch.tensor(curves[source])
             torch.testing.assert_close(torch.tensor(curve), wanted, rtol=FP32_TOLERANCE, atol=0, msg=f"{source} -> {name}")
+
+
+def leg(ranks: Any, deepspeed: str, settings: tuple[str, ...], folder: Path, first: int, last: int) -> list[tuple[float, float]]:
+    """Go on from step `first`, and save at `last`."""
+    from ds_gpt.checkpoint.resume import load, newest_intact
+    from ds_gpt.checkpoint.run_state import RunState
+    from ds_gpt.checkpoint.saver import Saver
+    from ds_gpt.config.run import CheckpointsConfig
+
+    engine, loader = build(ranks, deepspeed, [*settings])
+    if first:
+        assert load(engine, newest_intact(folder, ranks, lambda text: None)).state.step == first
+    curve = steps(engine, loader, first, last)
+    saver = Saver(engine, folder, CheckpointsConfig())
+    saver.save(RunState(step=last, data_step=last), {})
+    saver.close()
+    loader.close()
+    engine.close()
+    return curve
+
+
+def test_one_run_through_all_degrees(tmp_path: Path) -> None:
+    legs: list[Case] = [
+        (4, "zero1", OPTIONS + TENSOR),
+        (2, "zero1", OPTIONS + PIPELINE),
+        (4, "zero3", OPTIONS),
+        (4, "zero1", OPTIONS + TENSOR + PIPELINE),
+        (1, "zero0", OPTIONS),
+    ]
+    found = []
+    for number, (ranks, deepspeed, settings) in enumerate(legs):
+        found += run_ranks(ranks, leg, deepspeed, settings, tmp_path / "run", 2 * number, 2 * number + 2)[0]
+    never_stopped = run_ranks(1, leg, "zero0", OPTIONS, tmp_path / "other", 0, 2 * len(legs))[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(never_stopped), rtol=FP32_TOLERANCE, atol=0)
 
 
 def test_adapters_of_tensor_parallel_ranks_are_whole_in_the_files(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.counts import parameters
 from ds_gpt.model.gpt import GPT
 
-TENSOR = "parallel.tensor=2"
+TENSOR, PIPELINE = "parallel.tensor=2", "parallel.pipeline=2"
 MODERN = ("model.positions=rotary", "model.ffn=swiglu", "model.kv_heads=2", "model.qk_norm=true", "model.sliding_window=7")
 LR = 0.01
 
@@ -47,7 +47,8 @@ def poisoned(ranks: Any, cases: list[tuple[Composed, str]]) -> list[tuple[str, l
         def harm(gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan") if armed and ranks.rank == ranks.world_size - 1 else gradient
 
-        dict(engine.model.named_parameters())[name].register_hook(harm)
+        if name in (here := dict(engine.model.named_parameters())):  # not on another stage
+            here[name].register_hook(harm)
         applied = []
         for step in range(3):
             armed = step == 1
@@ -66,6 +67,16 @@ def test_nan_on_one_rank_is_skipped_by_all() -> None:
         assert {kind for kind, _, _ in found} == {"AdamW", "FP16_UnfusedOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer"}
         for case, (_, applied, finite) in zip(cases, found, strict=True):
             assert applied == [True, False, True] and finite, (case[0].zero_stage, case[0].precision, case[1])
+
+
+def test_nan_on_one_rank_is_skipped_on_all_stages() -> None:
+    cases = [
+        (tiny("zero1", 4, [TENSOR, PIPELINE, f"bf16.enabled={bf16}"]), where)
+        for bf16 in ("false", "true")
+        for where in (CUT.replace("blocks.0", "blocks.1"), COPIED)
+    ]
+    for found in run_ranks(4, poisoned, cases):
+        assert [(applied, finite) for _, applied, finite in found] == [([True, False, True], True)] * len(cases)
 
 
 # ---- Bytes -----------------------------------------------------------------------------------------------------------
@@ -101,6 +112,37 @@ def test_bytes_fall_as_the_arithmetic_says(options: tuple[str, ...]) -> None:
             assert kept[0] - kept[rank] == in_blocks / 2
 
 
+# ---- Dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(ranks: Any, cases: list[Composed]) -> dict[str, Any]:
+    """Curves; and of the last engine, what attention and an adapter make of equal inputs, and the next random number."""
+    from ds_gpt.engine.engine import Engine
+
+    curves = []
+    for composed in cases:
+        engine = Engine(composed, ranks)
+        loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
+        curves.append([(result.loss, result.grad_norm) for result in (engine.step(n, loader.load(n), LR) for n in range(3))])
+        loader.close()
+        attention, up = engine.model.blocks[0].attention, engine.model.blocks[0].feed_forward.up
+        torch.manual_seed(3)
+        heads = [torch.randn(2, 2, 16, 8) for _ in range(3)]
+        found = {"heads": attention.attend(*heads, 0.5).tolist(), "out": attention.out.dropout(torch.ones(64)).tolist()}
+        found |= {"up": up.dropout(torch.ones(64)).tolist(), "stream": torch.rand(()).item()}
+        engine.close()
+    return {"curves": curves, **found}
+
+
+def test_what_is_cut_is_dropped_apart_and_the_stream_alike() -> None:
+    settings = [TENSOR, "model.dropout=0.3", "lora.rank=4", "lora.dropout=0.5", "lora.targets=[qkv, out, up, down]"]
+    policies = ("null", "{policy: full}", "{policy: selective}")
+    cases = [tiny("zero1", 2, [*settings, f"activation_checkpointing={policy}"]) for policy in policies]
+    first, second = run_ranks(2, dropped, cases)
+    assert {name for name in first if first[name] == second[name]} == {"curves", "up", "stream"}
+    assert first["curves"][0] == first["curves"][1] == first["curves"][2], "what is computed again drops the same again"
+
+
 # ---- Evaluation, generation, documents -------------------------------------------------------------------------------
 
 PROMPTS = [[3, 8, 13], [1, 2, 3, 4, 5, 6, 7], [30]]
@@ -128,7 +170,7 @@ def used(ranks: Any, composed: Composed) -> tuple[list[float], list[list[int]]]:
     return losses, continued
 
 
-@pytest.mark.parametrize("options", [(), MODERN], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("options", [(), MODERN, (PIPELINE, *MODERN)], ids=["gpt2", "modern", "pipeline"])
 def test_evaluation_and_generation_are_those_of_the_whole_model(options: tuple[str, ...]) -> None:
     composed = tiny("zero1", 4, [TENSOR, *options])
     model, (inputs_BT, targets_BT) = drawn(composed).eval(), whole_batch(composed, 0)

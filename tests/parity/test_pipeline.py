@@ -27,6 +27,15 @@ def found(world_size: int, deepspeed: str, cases: list[Case], *more: str) -> dic
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+def test_without_zero_too(world_size: int) -> None:
+    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 4, "full", UNTIED)]
+    for case, curve in found(world_size, "zero0", cases, *TWO).items():
+        assert worst(curve, reference(case[0], case[3])) < FP32_TOLERANCE, case
+    for case, curve in found(world_size, "zero0", cases, *TWO, "bf16.enabled=true").items():
+        assert_mixed_close(curve, mixed_reference(case[0], torch.bfloat16, case[3]), "bf16")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_two_stages_reproduce_plain_pytorch(world_size: int) -> None:
     cases: list[Case] = [
         ("adamw", 1, "full", ()),

@@ -158,7 +158,7 @@ def test_every_answer_token_weighs_alike_over_ranks_and_micro_steps(tmp_path: Pa
     rows = [{"prompt": "1+", "completion": "2" * (1 + 40 * (index % 7 == 0))} for index in range(64)]
     corpus = write(tmp_path / "a.jsonl", rows)
     settings = ["examples.packing=false", "optimizer.name=sgd", "gradient_clipping=0", "model.layers=1"]
-    ways = ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "parallel.sequence=2")
+    ways = ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "parallel.sequence=2", "parallel.tensor=2")
     cases = [composed("sft", corpus, [*settings, way], world_size=2) for way in ways]
     found = run_ranks(2, step_losses, cases)
     run, dataset = settled(cases[0].run)
