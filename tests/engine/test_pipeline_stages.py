@@ -94,10 +94,10 @@ def used(ranks: Any, settings: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("world_size", "settings"), [(2, [*TWO, "gradient_accumulation_steps=2"]), (4, [*TWO, "model.positions=rotary"]), (4, FOUR)])
+@pytest.mark.parametrize(("world_size", "settings"), [(2, [*TWO, "gradient_accumulation_steps=2"]), (4, [*TWO, "model.positions=rotary"]), (4, FOUR), (4, [*TWO, "parallel.tensor=2"]), (4, [*TWO, "parallel.sequence=2"])])
 def test_stages_evaluate_generate_and_score_as_one_model(world_size: int, settings: list[str]) -> None:
     settings = [*settings, "optimizer.name=sgd"]  # Adam's first steps make much of gradients that are but rounding
-    (expected,) = run_ranks(1, used, [setting for setting in settings if "pipeline" not in setting])
+    (expected,) = run_ranks(1, used, [setting for setting in settings if "parallel" not in setting])
     by_rank = run_ranks(world_size, used, settings)
     for found in by_rank:
         assert found["said"] == expected["said"]

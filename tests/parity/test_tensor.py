@@ -55,9 +55,10 @@ def test_with_offload() -> None:
     assert worst(curve, reference(case[0])) < FP32_TOLERANCE
 
 
-def test_with_a_pipeline() -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+def test_with_a_pipeline(stage: int) -> None:
     cases: tuple[Case, ...] = (("sgd", 1, None, ()), ("adamw", 4, "full", ()), ("sgd", 4, "selective", MODERN + CHUNKED))
-    by_case = found(4, "zero1", cases, *WITH_PIPELINE)
+    by_case = found(4, f"zero{stage}", cases, *WITH_PIPELINE)
     differences = {case: worst(curve, reference(case[0], case[3])) for case, curve in by_case.items()}
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
@@ -84,6 +85,7 @@ def test_fp16_reproduces_plain_pytorch() -> None:
         assert_mixed_close(curve, mixed_reference(optimizer, torch.float16, options), "fp16")
 
 
-def test_bf16_with_a_pipeline() -> None:
-    for (optimizer, *_, options), curve in found(4, "zero1", MIXED, *WITH_PIPELINE, "bf16.enabled=true").items():
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bf16_with_a_pipeline(stage: int) -> None:
+    for (optimizer, *_, options), curve in found(4, f"zero{stage}", MIXED, *WITH_PIPELINE, "bf16.enabled=true").items():
         assert_mixed_close(curve, mixed_reference(optimizer, torch.bfloat16, options), "bf16")
