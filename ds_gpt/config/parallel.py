@@ -66,7 +66,17 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
     """
     if not parallel.used:
         return []
-    problems = list(_combination_problems(parallel, stage))
+    return [*_combination_problems(parallel, stage), *sharing_problems(parallel, model, world_size)]
+
+
+def proved(parallel: ParallelConfig, stage: int) -> bool:
+    """Whether these degrees are known to train the same model at this ZeRO stage."""
+    return stage in COMBINATIONS.get(parallel.used, ())
+
+
+def sharing_problems(parallel: ParallelConfig, model: ModelConfig | None, world_size: int) -> list[Problem]:
+    """What about the degrees would be impossible in any software."""
+    problems = []
     if world_size % parallel.product:
         problems.append(
             Problem(
