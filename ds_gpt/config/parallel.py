@@ -44,6 +44,7 @@ COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset({"sequence"}): (0, 1, 2, 3),
     frozenset({"tensor", "pipeline"}): (0, 1),
     frozenset({"tensor", "sequence"}): (0, 1, 2),
+    frozenset({"pipeline", "sequence"}): (0, 1),
 }
 
 
