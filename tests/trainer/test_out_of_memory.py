@@ -48,6 +48,27 @@ def test_bytes_a_parameter_on_eight_gpus_in_bf16(deepspeed: str, weights: float,
     assert (found.weights / count, found.gradients / count, found.optimizer / count) == pytest.approx((weights, gradients, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("degrees", "parts", "split"),
+    [(["parallel.pipeline=4"], 4, 2), (["parallel.tensor=2"], 2, 4), (["parallel.sequence=2"], 1, 8), (["parallel.tensor=2", "parallel.pipeline=2"], 4, 2)],
+)
+def test_ranks_that_share_the_model_need_their_part(degrees: list[str], parts: int, split: int) -> None:
+    composed = gpt_1b("zero1", degrees)
+    found, count = needs(composed), parameters(composed.run.model) / parts
+    assert (found.weights / count, found.gradients / count, found.optimizer / count) == pytest.approx((2, 4, 12 / split))
+    for remedy in remedies(composed):
+        assert needs(gpt_1b("zero1", [*degrees, *remedy.settings])) == remedy.needs
+
+
+def test_the_first_stage_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    def activations(*settings: str) -> float:
+        return needs(gpt_1b("zero1", ["batch.global_batch_size=128", "batch.micro_batch_size=1", "activation_checkpointing=null", *settings])).activations
+
+    assert activations("parallel.pipeline=4") == pytest.approx(activations()), "four micro-batches of a quarter of the layers"
+    one = activations("parallel.pipeline=4", "batch.global_batch_size=2")
+    assert one < 0.5 * activations()
+
+
 def kept_bytes(composed: Composed) -> int:
     """Bytes of the storages that autograd keeps of a forward pass and its loss, parameters left out."""
     from ds_gpt.engine.activation_checkpointing import apply_checkpointing
