@@ -42,8 +42,9 @@ COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset({"tensor"}): (0, 1, 2),
     frozenset({"pipeline"}): (0, 1),
     frozenset({"sequence"}): (0, 1, 2, 3),
-    frozenset({"tensor", "pipeline"}): (1,),
+    frozenset({"tensor", "pipeline"}): (0, 1),
     frozenset({"tensor", "sequence"}): (0, 1, 2),
+    frozenset({"pipeline", "sequence"}): (0, 1),
 }
 
 

@@ -45,7 +45,7 @@ from ds_gpt.engine.state import (
     pieces,
 )
 from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
-from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
+from ds_gpt.learning.objectives import Forward, Measured, Objective, objective_of, sequence_log_probs
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
 from ds_gpt.model.lora import apply_lora
@@ -217,11 +217,15 @@ class Engine:
         # The model's flag: DeepSpeed's own flag of training stays on.
         return self._objective(self._forward, self.model.training, *self._sequence.cut(batch))
 
-    def _forward(self, tokens_BT: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._forward_timer:
+            return self._placed(self._pipeline.own_layers if self._pipeline else self.deepspeed, *args, **kwargs)
+
+    def _placed(self, forward: Forward, tokens_BT: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        """`forward` of this rank's tokens, told where they stand."""
         if positions is None:
             positions = self._sequence.positions(tokens_BT)
-        with self._forward_timer:
-            return (self._pipeline.own_layers if self._pipeline else self.deepspeed)(tokens_BT, positions, **kwargs)
+        return forward(tokens_BT, positions, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
@@ -281,7 +285,7 @@ class Engine:
     ) -> tuple[float, dict[str, float]]:
         """The same, and what else the objective measures; by default that of the run."""
         objective = objective or self._objective
-        forward = self._pipeline.at_the_end if self._pipeline else self._forward
+        forward = partial(self._placed, self._pipeline.at_the_end) if self._pipeline else self._forward
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
@@ -295,7 +299,7 @@ class Engine:
 
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
-        with self.evaluating():
+        with self.evaluating(), self._sequence.alone():
             return self._everywhere(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
 
     def pieces(self) -> Iterator[Piece]:

@@ -25,6 +25,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "two stages": (2, ["parallel.pipeline=2"]),
     "two stages twice": (4, ["parallel.pipeline=2"]),
     "four stages": (4, ["parallel.pipeline=4"]),
+    "shared sequences": (4, ["parallel.pipeline=2", "parallel.sequence=2"]),
 }
 FOUR_LAYERS = ["model.layers=4", "gradient_accumulation_steps=2"]
 
@@ -32,7 +33,7 @@ FOUR_LAYERS = ["model.layers=4", "gradient_accumulation_steps=2"]
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_is_exact_at_the_same_arrangement(precision: str, tmp_path: Path) -> None:
     settings = [*HARD, "parallel.pipeline=2", f"bf16.enabled={str(precision == 'bf16').lower()}"]
-    for world_size in (2, 4):
+    for world_size in (2, 4) if precision == "fp32" else (4,):
         cases = [(stage, settings, tmp_path / f"{world_size}-{stage}") for stage in ("zero0", "zero1")]
         cases += [("zero1", [*settings, "model.tied_head=false"], tmp_path / f"{world_size}-untied")]
         never_stopped = run_ranks(world_size, train_and_save, cases, 3, 6)

@@ -27,15 +27,6 @@ def found(world_size: int, deepspeed: str, cases: list[Case], *more: str) -> dic
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_without_zero_too(world_size: int) -> None:
-    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 4, "full", UNTIED)]
-    for case, curve in found(world_size, "zero0", cases, *TWO).items():
-        assert worst(curve, reference(case[0], case[3])) < FP32_TOLERANCE, case
-    for case, curve in found(world_size, "zero0", cases, *TWO, "bf16.enabled=true").items():
-        assert_mixed_close(curve, mixed_reference(case[0], torch.bfloat16, case[3]), "bf16")
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
 def test_two_stages_reproduce_plain_pytorch(world_size: int) -> None:
     cases: list[Case] = [
         ("adamw", 1, "full", ()),
@@ -49,6 +40,24 @@ def test_two_stages_reproduce_plain_pytorch(world_size: int) -> None:
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
 
+def test_without_zero_too() -> None:
+    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 4, "full", UNTIED)]
+    for case, curve in found(4, "zero0", cases, *TWO).items():
+        assert worst(curve, reference(case[0], case[3])) < FP32_TOLERANCE, case
+    for case, curve in found(4, "zero0", cases, *TWO, "bf16.enabled=true").items():
+        assert_mixed_close(curve, mixed_reference(case[0], torch.bfloat16, case[3]), "bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_with_shared_sequences(stage: int) -> None:
+    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 4, "full", MODERN + CHUNKED)]
+    more = (*TWO, "parallel.sequence=2")
+    for case, curve in found(4, f"zero{stage}", cases, *more).items():
+        assert worst(curve, reference(case[0], case[3])) < FP32_TOLERANCE, case
+    for case, curve in found(4, f"zero{stage}", cases[:1], *more, "bf16.enabled=true").items():
+        assert_mixed_close(curve, mixed_reference(case[0], torch.bfloat16, case[3]), "bf16")
+
+
 def test_four_stages_reproduce_plain_pytorch() -> None:
     options = ("model.layers=4",)
     cases: list[Case] = [("adamw", 2, None, options), ("sgd", 4, "full", options + MODERN)]
@@ -59,7 +68,7 @@ def test_four_stages_reproduce_plain_pytorch() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bf16_reproduces_plain_pytorch(world_size: int) -> None:
-    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 2, "full", ()), ("sgd", 2, None, MODERN)]
+    cases: list[Case] = [("adamw", 1, None, ()), ("sgd", 2, "full", MODERN)]
     for (optimizer, *_, options), curve in found(world_size, "zero1", cases, *TWO, "bf16.enabled=true").items():
         assert_mixed_close(curve, mixed_reference(optimizer, torch.bfloat16, options), "bf16")
 
