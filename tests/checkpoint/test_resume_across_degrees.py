@@ -44,16 +44,15 @@ def saved_elements(folder: Path) -> int:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_resume_is_exact_at_the_same_degrees(world_size: int, tmp_path: Path) -> None:
     hard = [*TENSOR, *OPTIONS, "gradient_accumulation_steps=2", "model.dropout=0.1"]
-    cases = [(f"zero{stage}", hard, tmp_path / str(stage)) for stage in (0, 1, 2)]
-    cases += [("zero1", [*hard, "bf16.enabled=true"], tmp_path / "bf16")]
-    if world_size == 4:
-        cases += [("zero1", [*hard, *PIPELINE], tmp_path / "pipeline")]
-    saving_all = len(cases)
-    cases += [("zero1", [*hard, *LORA], tmp_path / "lora")]
+    ways = {
+        2: [("zero0", ()), ("zero1", ("bf16.enabled=true",)), ("zero1", LORA)],
+        4: [("zero1", ()), ("zero2", ()), ("zero0", PIPELINE), ("zero1", PIPELINE)],
+    }
+    cases = [(name, [*hard, *more], tmp_path / f"{name} {more}") for name, more in ways[world_size]]
     never_stopped = run_ranks(world_size, train_and_save, cases, 4, 7)
     assert never_stopped == run_ranks(world_size, load_and_train, cases, 7)
     whole = 3 * parameters(tiny("zero1", 1, OPTIONS).run.model)  # weights and two moments, each element once
-    assert [saved_elements(folder) for _, _, folder in cases[:saving_all]] == [whole] * saving_all
+    assert {saved_elements(folder) for _, settings, folder in cases if LORA[0] not in settings} == {whole}
 
 
 SOURCES: dict[str, Case] = {

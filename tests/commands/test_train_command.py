@@ -68,9 +68,8 @@ def test_a_tensor_parallel_run_goes_on_alone_and_is_used(plain: tuple[Ended, Pat
     ended = ran(tmp_path, *PLAIN, TRAIN, "--resume", run, "--set", "training.steps=6", "--set", "parallel.tensor=1")
     assert ended.status == 0 and metrics(run)[-1]["step"] == 6, ended.out + ended.err
     assert "changed since it was saved: parallel.tensor: 2 when saved, 1 now" in ended.out
-    for command in (("generate", run / "checkpoints" / "step_0000004", "--prompt", "The "), ("export", run / "checkpoints" / "step_0000004")):
-        ended = ran(tmp_path, *PLAIN, "-m", "ds_gpt", *command, PYTHONPATH=str(REPOSITORY))
-        assert ended.status == 0 and ended.out, ended.err
+    ended = ran(tmp_path, *PLAIN, "-m", "ds_gpt", "export", run / "checkpoints" / "step_0000004", PYTHONPATH=str(REPOSITORY))
+    assert ended.status == 0, ended.out + ended.err
 
 
 def test_torchrun_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:

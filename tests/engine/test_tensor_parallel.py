@@ -71,8 +71,8 @@ def test_nan_on_one_rank_is_skipped_by_all() -> None:
 
 def test_nan_on_one_rank_is_skipped_on_all_stages() -> None:
     cases = [
-        (tiny("zero1", 4, [TENSOR, PIPELINE, f"bf16.enabled={bf16}"]), where)
-        for bf16 in ("false", "true")
+        (tiny(name, 4, [TENSOR, PIPELINE, f"bf16.enabled={bf16}"]), where)
+        for name, bf16 in (("zero0", "false"), ("zero0", "true"), ("zero1", "false"), ("zero1", "true"))
         for where in (CUT.replace("blocks.0", "blocks.1"), COPIED)
     ]
     for found in run_ranks(4, poisoned, cases):

@@ -24,11 +24,10 @@ WITH_PIPELINE = (*TENSOR, "parallel.pipeline=2")
 
 # optimizer, accumulation steps, checkpointing, options
 Case = tuple[str, int, str | None, tuple[str, ...]]
-CASES: tuple[Case, ...] = (
-    ("adamw", 4, "full", ()),
-    ("sgd", 1, None, MODERN),
-    ("sgd", 4, "selective", MODERN + CHUNKED),
-)
+CASES: dict[int, tuple[Case, ...]] = {  # by ranks
+    2: (("adamw", 1, None, ()), ("sgd", 4, "selective", MODERN + CHUNKED)),
+    4: (("sgd", 1, None, MODERN), ("adamw", 4, "full", ())),
+}
 
 
 def found(world_size: int, deepspeed: str, cases: tuple[Case, ...], *more: str) -> dict[Case, Curve]:
@@ -39,7 +38,7 @@ def found(world_size: int, deepspeed: str, cases: tuple[Case, ...], *more: str) 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_tensor_parallelism_reproduces_plain_pytorch(stage: int, world_size: int) -> None:
-    by_case = found(world_size, f"zero{stage}", CASES, *TENSOR)
+    by_case = found(world_size, f"zero{stage}", CASES[world_size], *TENSOR)
     differences = {case: worst(curve, reference(case[0], case[3])) for case, curve in by_case.items()}
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
@@ -51,21 +50,21 @@ def test_four_ranks_may_share_each_matrix() -> None:
 
 
 def test_with_offload() -> None:
-    ((case, curve),) = found(4, "zero2_offload", CASES[:1], *TENSOR).items()
+    ((case, curve),) = found(4, "zero2_offload", CASES[4][1:], *TENSOR).items()
     assert worst(curve, reference(case[0])) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_with_a_pipeline(stage: int) -> None:
-    cases: tuple[Case, ...] = (("sgd", 1, None, ()), ("adamw", 4, "full", ()), ("sgd", 4, "selective", MODERN + CHUNKED))
-    by_case = found(4, f"zero{stage}", cases, *WITH_PIPELINE)
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 4), (1, 4), (1, 8)])
+def test_with_a_pipeline(stage: int, world_size: int) -> None:
+    cases: tuple[Case, ...] = (("adamw", 4, "full", ()), ("sgd", 1, None, MODERN), ("sgd", 4, "selective", MODERN + CHUNKED))
+    by_case = found(world_size, f"zero{stage}", cases if world_size == 4 else (("sgd", 2, "full", ()),), *WITH_PIPELINE)
     differences = {case: worst(curve, reference(case[0], case[3])) for case, curve in by_case.items()}
     assert max(differences.values()) < FP32_TOLERANCE, differences
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled() -> None:
-    cases: tuple[Case, ...] = (("sgd", 2, None, ("model.layers=1", *MODERN)),)
+    cases: tuple[Case, ...] = (("sgd", 2, None, ("model.layers=1", "model.qk_norm=true")),)
     ((case, curve),) = found(2, "zero2", cases, *TENSOR, "compile.enabled=true").items()
     assert worst(curve, reference(case[0], case[3])) < FP32_TOLERANCE
 
