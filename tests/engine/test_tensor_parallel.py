@@ -62,7 +62,9 @@ def poisoned(ranks: Any, cases: list[tuple[Composed, str]]) -> list[tuple[str, l
 
 def test_nan_on_one_rank_is_skipped_by_all() -> None:
     settings = [(f"zero{stage}", bf16) for stage in (0, 1, 2) for bf16 in ("false", "true")]
-    cases = [(tiny(name, 2, [TENSOR, f"bf16.enabled={bf16}"]), where) for name, bf16 in settings for where in (CUT, COPIED)]
+    runs = [tiny(name, 2, [TENSOR, f"bf16.enabled={bf16}"]) for name, bf16 in settings]
+    runs += [tiny("zero2_offload", 2, [TENSOR]), tiny("fp16", 2, [TENSOR, "fp16.initial_scale_power=10"])]
+    cases = [(run, where) for run in runs for where in (CUT, COPIED)]
     for found in run_ranks(2, poisoned, cases):
         assert {kind for kind, _, _ in found} == {"AdamW", "FP16_UnfusedOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer"}
         for case, (_, applied, finite) in zip(cases, found, strict=True):

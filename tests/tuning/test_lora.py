@@ -136,6 +136,8 @@ def test_tensor_parallel_ranks_reproduce_the_formula(world_size: int) -> None:
         tiny(f"zero{stage}", world_size, [*settings, f"gradient_accumulation_steps={1 + stage % 2}", f"activation_checkpointing={policy}"])
         for stage, policy in ((0, "null"), (1, "{policy: full}"), (2, "{policy: selective}"))
     ]  # fmt: skip
+    if world_size == 4:
+        cases += [tiny("zero1", 4, [*settings, f"parallel.{other}=2"]) for other in ("pipeline", "sequence")]
     expected = reference(EVERYWHERE)
     for found in run_ranks(world_size, curves, cases):
         for curve in found:
