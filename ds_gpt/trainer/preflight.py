@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ds_gpt.config import ConfigError, RunConfig
+from ds_gpt.engine.node_folder import keep_compiled_code_here
 from ds_gpt.engine.ranks import Ranks, require_free_port
 from ds_gpt.model.counts import parameters
 
@@ -54,21 +55,22 @@ def of_error(name: str, error: ConfigError) -> list[Check]:
     return [Check(name, "problem", problem.what, problem.why, problem.fix) for problem in error.problems]
 
 
-def of_this_node(ranks: Ranks, nodes: int, run: RunConfig, run_dir: Path) -> Iterator[Check]:
+def of_this_node(ranks: Ranks, run: RunConfig, run_dir: Path) -> Iterator[Check]:
     """Every check that one process of a node can make.
 
     Args:
         ranks: this process among the others.
-        nodes: how many nodes the run has.
         run: what is to be trained.
         run_dir: where.
     """
     yield from devices(ranks)
-    yield from interfaces(ranks.device.type, nodes)
+    yield from interfaces(ranks.device.type, ranks.spans_nodes)
     if ranks.world_size == 1:
         yield port(int(os.environ.get("MASTER_PORT", _DEFAULT_PORT)))
     yield folder(run_dir)
     yield disk(run, run_dir)
+    if ranks.spans_nodes:
+        keep_compiled_code_here()
     yield extension_locks()
     yield shared_memory(ranks)
     yield from limits(ranks.world_size)
@@ -115,7 +117,7 @@ def nvidia_smi(query: str) -> list[list[str]]:
     return [[field.strip() for field in line.split(",")] for line in printed.splitlines() if line.strip()]
 
 
-def interfaces(kind: str, nodes: int) -> Iterator[Check]:
+def interfaces(kind: str, several: bool) -> Iterator[Check]:
     """Whether the network interface that will be used leads to other nodes."""
     variable = "NCCL_SOCKET_IFNAME" if kind == "cuda" else "GLOO_SOCKET_IFNAME"
     addresses = {name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6)] for name, found in psutil.net_if_addrs().items()}
@@ -127,7 +129,7 @@ def interfaces(kind: str, nodes: int) -> Iterator[Check]:
         chosen = _chosen(value, up, exact=kind == "cpu")
         if not chosen:
             yield Check("network", "problem", f"{variable} = '{value}': no such interface is up ({', '.join(up)})", "the ranks would not connect", remedy)
-        elif nodes > 1 and not set(chosen) - {"lo"}:
+        elif several and not set(chosen) - {"lo"}:
             yield Check("network", "problem", f"{variable} = '{value}' is the loopback", "it does not lead to other nodes", remedy)
         else:
             yield Check("network", "ok", f"{variable} = '{value}': {', '.join(chosen)}")
@@ -138,10 +140,10 @@ def interfaces(kind: str, nodes: int) -> Iterator[Check]:
         address = ""
     if not address or address.startswith("127."):
         saw = f"the name of this machine, {platform.node()}, leads to {address or 'no address'}, and {variable} is not set"
-        if nodes > 1 and kind == "cpu":
+        if several and kind == "cpu":
             yield Check("network", "problem", saw, "gloo takes that address, where other nodes cannot reach it", remedy)
         else:
-            yield Check("network", "ok", f"{saw}: " + ("fine on one node" if nodes == 1 else f"NCCL chooses among {', '.join(outward)}"))
+            yield Check("network", "ok", f"{saw}: " + ("fine on one node" if not several else f"NCCL chooses among {', '.join(outward)}"))
     else:
         yield Check("network", "ok", f"{platform.node()} is {address}; up: {', '.join(up)}")
 

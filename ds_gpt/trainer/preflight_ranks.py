@@ -57,9 +57,8 @@ def preflight(
     Returns:
         Whether any rank found a problem; the same on every rank.
     """
-    nodes = ranks.world_size // ranks.local_world_size
     with _bounded("checking this machine", ranks, 2 * deadline_s):  # by then rank 0 has named this rank
-        own = list(of_this_node(ranks, nodes, run, run_dir)) if ranks.local_rank == 0 else []
+        own = list(of_this_node(ranks, run, run_dir)) if ranks.local_rank == 0 else []
         known = facts(ranks)
     try:
         # A TCPStore waits for ever, whatever its timeout, where a stranger holds the port and does not speak.
