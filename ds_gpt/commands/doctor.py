@@ -51,15 +51,14 @@ def run(options: argparse.Namespace) -> None:
     def report(checks: Sequence[Check]) -> None:
         print(as_json(checks) if options.json else text(checks, ranks), flush=True)
 
-    failed = preflight(ranks, composed.run, Path(options.run_dir), options.deadline, report)
+    failed = preflight(ranks, composed, Path(options.run_dir), options.deadline, report)
     sys.stdout.flush()
     os._exit(int(failed))  # not by returning: a collective that failed may have left a thread that waits
 
 
 def text(checks: Sequence[Check], ranks: Ranks) -> str:
     """The checks as a person reads them."""
-    nodes = ranks.world_size // ranks.local_world_size
-    lines = [f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}", ""]
+    lines = [f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}, {ranks.local_world_size} on this node", ""]
     width = max(len(check.name) for check in checks)
     for check in checks:
         lines.append(f"{check.verdict:<7}  {check.name:<{width}}  {check.saw}")

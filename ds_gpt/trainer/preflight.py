@@ -17,16 +17,18 @@ from typing import Literal
 import psutil
 import torch
 
-from ds_gpt.config import ConfigError, RunConfig
+from ds_gpt.config import Composed, ConfigError, RunConfig
 from ds_gpt.engine.node_folder import keep_compiled_code_here
 from ds_gpt.engine.ranks import Ranks, require_free_port
 from ds_gpt.model.counts import parameters
+from ds_gpt.planner import predict
 
 GIB, MIB = 2**30, 2**20
 _PROBE_BYTES = MIB
 _FOREIGN_MIB = 1024  # of GPU memory in use: more than idle desktops and contexts take
 _LOCK_S = 600.0  # DeepSpeed's largest op builds in less
 _SHM_BYTES = GIB  # a container has 64 MiB unless it is told otherwise
+_FULL = 0.92  # of the memory: buffers, fragments and contexts take the rest
 _INFINIBAND = Path("/dev/infiniband")
 _DEFAULT_PORT = 29500  # of torchrun and of the deepspeed launcher
 
@@ -55,20 +57,21 @@ def of_error(name: str, error: ConfigError) -> list[Check]:
     return [Check(name, "problem", problem.what, problem.why, problem.fix) for problem in error.problems]
 
 
-def of_this_node(ranks: Ranks, run: RunConfig, run_dir: Path) -> Iterator[Check]:
+def of_this_node(ranks: Ranks, composed: Composed, run_dir: Path) -> Iterator[Check]:
     """Every check that one process of a node can make.
 
     Args:
         ranks: this process among the others.
-        run: what is to be trained.
+        composed: what is to be trained.
         run_dir: where.
     """
     yield from devices(ranks)
+    yield from memory(ranks, composed)
     yield from interfaces(ranks.device.type, ranks.spans_nodes)
     if ranks.world_size == 1:
         yield port(int(os.environ.get("MASTER_PORT", _DEFAULT_PORT)))
     yield folder(run_dir)
-    yield disk(run, run_dir)
+    yield disk(composed.run, run_dir)
     if ranks.spans_nodes:
         keep_compiled_code_here()
     yield extension_locks()
@@ -105,6 +108,23 @@ def devices(ranks: Ranks) -> Iterator[Check]:
         if ecc.isdigit() and int(ecc) > 0:
             why = "its memory gave wrong values since it was last reset: crashes, or a spoiled run"
             yield Check("devices", "problem", f"GPU {index} ({name}): {ecc} uncorrected ECC errors", why, "leave it out and have it reset or replaced")
+
+
+def memory(ranks: Ranks, composed: Composed) -> Iterator[Check]:
+    """Whether a step fits, as ``ds-gpt plan`` foresees it; nothing where the planner has no figures for the run."""
+    foreseen = predict(composed)
+    if foreseen is None:
+        return
+    if ranks.device.type == "cuda":
+        needed, room, where = foreseen.peak_bytes, torch.cuda.get_device_properties(ranks.device).total_memory, "the GPU"
+    else:
+        needed, room, where = ranks.local_world_size * foreseen.peak_bytes, psutil.virtual_memory().total, "this machine"
+    saw = f"the step of {composed.run.name} needs {needed / GIB:,.3g} GiB by plan, of {room / GIB:,.1f} GiB of {where}"
+    if needed > _FULL * room:
+        verdict: Literal["warning", "problem"] = "problem" if needed > room else "warning"
+        yield Check("memory", verdict, saw, "it would run out of memory, perhaps in the middle of the run", "ds-gpt plan --why says which settings need less")
+    else:
+        yield Check("memory", "ok", saw)
 
 
 def nvidia_smi(query: str) -> list[list[str]]:

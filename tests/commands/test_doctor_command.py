@@ -25,8 +25,8 @@ PATH = {"PYTHONPATH": str(REPOSITORY)}
 def test_ranks_of_a_launcher_compare_notes(launcher: str, tmp_path: Path) -> None:
     ended = ran(tmp_path, *LAUNCHED[launcher], "ds_gpt", "doctor", "--deadline", "30", deadline_s=90, **PATH)
     assert ended.status == 0, ended.out + ended.err
-    assert ended.out.count("2 ranks on 1 node") == 1
-    for name in ("devices", "network", "run folder", "disk", "extension locks", "versions", "shared folder", "all-reduce"):
+    assert ended.out.count("2 ranks, 2 on this node") == 1
+    for name in ("devices", "nodes", "network", "run folder", "disk", "extension locks", "versions", "shared folder", "all-reduce"):
         assert f"ok       {name} " in ended.out, ended.out
 
 
@@ -95,8 +95,9 @@ def test_two_hosts(told: bool, hosts: tuple[Host, Host], tmp_path: Path) -> None
     ):
         ended = [job.wait(60) for job in (first, second)]
     assert [job.status for job in ended] == ([0, 0] if told else [1, 1]), ended
-    assert "2 ranks on 2 nodes" in ended[0].out
+    assert "2 ranks, 1 on this node" in ended[0].out
     if told:
+        assert "2: host0, host1, 1 rank each" in ended[0].out
         assert "all nodes are within" in ended[0].out and "ok       all-reduce " in ended[0].out
     else:
         for host in hosts:
