@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,9 +42,12 @@ class Host:
         """From now on nothing that is sent arrives, in either direction, and nobody is told so."""
         subprocess.run(["ip", "-n", self.space, "link", "set", self.interface, "down"], check=True)
 
-    def plug_it_in(self) -> None:
-        """Undo that."""
-        subprocess.run(["ip", "-n", self.space, "link", "set", self.interface, "up"], check=True)
+    def kill(self) -> None:
+        """Every process there, however it was started."""
+        listed = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True, check=False).stdout
+        for pid in listed.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -56,12 +60,12 @@ def two_hosts(named: bool = True) -> Iterator[tuple[Host, Host]]:
     mark = f"dsgpt{os.getpid()}"
     cores = sorted(os.sched_getaffinity(0))
     hosts = tuple(
-        Host(f"host{n}", f"{mark}{'ab'[n]}", f"wire{n}", f"10.77.0.{n + 1}", ",".join(map(str, cores[n::2] or cores)))
+        Host(f"host{n}", f"{mark}{'ab'[n]}", "wire", f"10.77.0.{n + 1}", ",".join(map(str, cores[n::2] or cores)))
         for n in range(2)
     )
     made = [
         *(f"ip netns add {host.space}" for host in hosts),
-        f"ip link add wire0 netns {hosts[0].space} type veth peer name wire1 netns {hosts[1].space}",
+        f"ip link add wire netns {hosts[0].space} type veth peer name wire netns {hosts[1].space}",
         *(f"ip -n {host.space} addr add {host.address}/24 dev {host.interface}" for host in hosts),
         *(f"ip -n {host.space} link set {device} up" for host in hosts for device in (host.interface, "lo")),
     ]
@@ -78,6 +82,7 @@ def two_hosts(named: bool = True) -> Iterator[tuple[Host, Host]]:
         yield hosts  # type: ignore[misc]
     finally:
         for host in hosts:
+            host.kill()
             shutil.rmtree(_of(host), ignore_errors=True)
             subprocess.run(["ip", "netns", "del", host.space], capture_output=True, check=False)
 

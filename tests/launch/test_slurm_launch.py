@@ -21,16 +21,10 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def command(stand_in: StandIn, name: str, body: str) -> None:
-    path = stand_in.folder / "bin" / name
-    path.write_text(f"#!/bin/bash\n{body}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def slurm(stand_in: StandIn) -> StandIn:
     """A job of three nodes with four GPUs each."""
-    command(stand_in, "scontrol", '[[ "$*" == "show hostnames gpu[07-09]" ]] && printf "gpu07\\ngpu08\\ngpu09\\n"')
+    stand_in.command("scontrol", '[[ "$*" == "show hostnames gpu[07-09]" ]] && printf "gpu07\\ngpu08\\ngpu09\\n"')
     job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_PER_NODE": "a100:4"}
     stand_in.environment.update(job)
     return stand_in
@@ -56,7 +50,7 @@ def test_outside_of_slurm_it_says_what_to_do(stand_in: StandIn) -> None:
 
 
 def test_a_job_without_nodes_is_an_error(slurm: StandIn) -> None:
-    command(slurm, "scontrol", "true")
+    slurm.command("scontrol", "true")
     result = slurm.run("slurm.sbatch", "--dry-run")
     assert result.returncode == 2 and "scontrol names no node of 'gpu[07-09]'" in result.stderr
 
@@ -104,12 +98,12 @@ def test_ranks_save_when_slurm_warns(slurm: StandIn, tmp_path: Path) -> None:
     script = tmp_path / "launch" / "slurm.sbatch"
     # One node that is this machine, and c10d's store on a loopback address.
     script.write_text(SCRIPT.read_text())
-    command(slurm, "scontrol", "echo 127.0.0.1")
+    slurm.command("scontrol", "echo 127.0.0.1")
     torchrun = Path(sys.executable).with_name("torchrun")
-    command(slurm, "torchrun", f'echo $$ >>"$STAND_IN/pids"; exec {torchrun} "$@"')
+    slurm.command("torchrun", f'echo $$ >>"$STAND_IN/pids"; exec {torchrun} "$@"')
     # Slurm starts a step with every signal at its default; bash, here its parent, starts background jobs without SIGINT.
-    command(slurm, "srun", 'while [[ $1 == --* ]]; do shift; done; exec env --default-signal=INT "$@"')
-    command(slurm, "scancel", f'echo "$*" >"$STAND_IN/scancel"; exec {sys.executable} "$STAND_IN/signal_step.py"')
+    slurm.command("srun", 'while [[ $1 == --* ]]; do shift; done; exec env --default-signal=INT "$@"')
+    slurm.command("scancel", f'echo "$*" >"$STAND_IN/scancel"; exec {sys.executable} "$STAND_IN/signal_step.py"')
     # Everything that the batch script started, but not this stand-in for scancel, which it started too.
     (tmp_path / "signal_step.py").write_text(
         "import os, signal\nfor pid in open(os.environ['STAND_IN'] + '/pids').read().split():\n    os.kill(int(pid), signal.SIGINT)\n"
