@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--interface NAME] [--master_addr A]
-                            [--master_port P] [--doctor] [--dry-run] [--] [arguments of ds_gpt/train.py]
+                            [--master_port P] [--doctor[=only]] [--dry-run] [--] [arguments of ds_gpt/train.py]
 
   --hostfile FILE   one machine a line, "name slots=GPUS"; see launch/hostfile.example
   --num_nodes N     use the first N machines of the hostfile (default: all)
@@ -14,14 +14,15 @@ usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--in
                     and GLOO_SOCKET_IFNAME, and they meet at its address (default: NCCL and gloo choose)
   --master_addr A   address of the first machine (default: of --interface, else the first that `hostname -I` says there)
   --master_port P   port of the rendezvous there (default: 29500; a second job on that machine needs another)
-  --doctor          check the machines and their network instead of training: `ds-gpt doctor` on every rank
+  --doctor          check the machines and their network first (`ds-gpt doctor` on every rank), and train only where
+                    there is no problem; --doctor=only stops there
   --dry-run         print the command, and what is passed on, and stop
 
 The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
 Every machine needs passwordless ssh, this repository and the same environment at the same paths, and the folder
 that this is started from. Run folders belong on a shared file system.
 
-  launch/multi_node.sh --hostfile hostfile --doctor
+  launch/multi_node.sh --hostfile hostfile --doctor=only
   launch/multi_node.sh --hostfile hostfile --config ds_configs/runs/gpt2_1558m.yaml --deepspeed_config ds_configs/zero3.json
 
 Passed on to every machine: variables of this shell that begin with NCCL_, GLOO_, TORCH_, TORCHINDUCTOR_, TRITON_,
@@ -46,12 +47,13 @@ require_number() { # option, value, greatest
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 doctor=false dry_run=false
+hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 doctor=no dry_run=false
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
         --dry-run) dry_run=true ;;
-        --doctor) doctor=true ;;
+        --doctor) doctor=first ;;
+        --doctor=only) doctor=only ;;
         --launcher | --launcher=*)
             fail "$1: only pdsh is left to choose" "the ranks of DeepSpeed's other launchers are not told who they are, and each would train alone" "leave it out; under Slurm use launch/slurm.sbatch"
             ;;
@@ -126,25 +128,31 @@ variables="${DS_ENV_FILE:-.deepspeed_env}" # where DeepSpeed looks for them
 if [[ "$variables" == /* ]]; then files=("$variables"); else files=("$HOME/$variables" "./$variables"); fi
 for file in "${files[@]}"; do
     [[ -f "$file" ]] || continue
+    # shellcheck disable=SC2094  # its name is told, nothing is written
     while IFS= read -r line || [[ -n "$line" ]]; do
         [[ "$line" =~ ^[[:space:]]*(#|$) ]] || pass_on "$line" "$file"
     done <"$file"
 done
 
 # --force_multi: even a hostfile of one machine is reached over ssh, and the launcher forwards signals only there.
-make_command() { # arguments of training
+make_command() { # doctor or train, arguments of training
     command=(deepspeed --hostfile "$hostfile" --force_multi --launcher pdsh --num_nodes "${#names[@]}")
     [[ -z "$num_gpus" ]] || command+=(--num_gpus "$num_gpus")
     [[ -z "$master_addr" ]] || command+=(--master_addr "$master_addr")
     command+=(--master_port "$master_port")
-    if $doctor; then command+=(--module ds_gpt doctor "$@"); else command+=("$repository/ds_gpt/train.py" "$@"); fi
+    if [[ "$1" == doctor ]]; then command+=(--module ds_gpt "$@"); else command+=("$repository/ds_gpt/train.py" "${@:2}"); fi
 }
+parts=()
+[[ "$doctor" == no ]] || parts+=(doctor)
+[[ "$doctor" == only ]] || parts+=(train)
 
 if $dry_run; then
-    make_command "$@"
     [[ -z "$interface" || -n "$master_addr" ]] || echo "they meet at the address of $interface on ${names[0]}" >&2
     ((${#passed[@]} == 0)) || printf 'passed on: %s\n' "${passed[@]}" >&2
-    printf '%q ' "${command[@]}" && echo
+    for part in "${parts[@]}"; do
+        make_command "$part" "$@"
+        printf '%q ' "${command[@]}" && echo
+    done
     exit 0
 fi
 
@@ -168,7 +176,6 @@ if [[ -n "$interface" && -z "$master_addr" ]]; then
         fail "${names[0]} has no interface '$interface' with an IPv4 address${said:+: $said}" "the ranks meet at it" "see: ssh ${names[0]} ip addr; or pass --master_addr"
     master_addr="${BASH_REMATCH[1]}"
 fi
-make_command "$@"
 
 # The variables, as a file that is gone when it has been read.
 file="$(mktemp)"
@@ -176,4 +183,10 @@ file="$(mktemp)"
 exec 9<"$file"
 rm "$file"
 export DS_ENV_FILE=/proc/self/fd/9 PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+make_command doctor "$@"
+case "$doctor" in
+    first) "${command[@]}" || exit ;;
+    only) exec "${command[@]}" ;;
+esac
+make_command train "$@"
 exec "${command[@]}" # signals go straight to the launcher, which passes them on to every machine

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until
+from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until, words_of
 
 TRAIN = str(REPOSITORY / "ds_gpt" / "train.py")
 
@@ -46,10 +46,13 @@ def test_every_option_is_passed_on(stand_in: StandIn, hostfile: Callable[[str], 
     assert words[words.index(TRAIN) + 1 :] == ["--num_nodes", "mine"]
 
 
-def test_the_doctor_comes_to_the_same_ranks(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+def test_the_doctor_comes_first(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
     options = ["--hostfile", hostfile("a slots=2\nb slots=2"), "--master_port", "30000"]
-    train, doctor = (stand_in.dry_run("multi_node.sh", *options, *more, "--config", "c.yaml") for more in ([], ["--doctor"]))
-    assert doctor == [*train[: train.index(TRAIN)], "--module", "ds_gpt", "doctor", "--config", "c.yaml"]
+    train = stand_in.dry_run("multi_node.sh", *options, "--config", "c.yaml")
+    doctor = [*train[: train.index(TRAIN)], "--module", "ds_gpt", "doctor", "--config", "c.yaml"]
+    for option_of_it, expected in (("--doctor", [doctor, train]), ("--doctor=only", [doctor])):
+        result = stand_in.run("multi_node.sh", "--dry-run", *options, option_of_it, "--config", "c.yaml")
+        assert list(map(words_of, result.stdout.splitlines())) == expected
 
 
 def test_our_rules_for_hostfiles_are_deepspeeds() -> None:
@@ -134,6 +137,13 @@ def test_the_launcher_takes_the_place_of_the_script(pdsh: StandIn, hostfile: Cal
         assert pdsh.argv()[-2:] == ["--config", "a b"]
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("code", "part"), [("0", TRAIN), ("1", "ds_gpt")])
+def test_what_the_doctor_finds_stops_it(pdsh: StandIn, hostfile: Callable[[str], str], code: str, part: str) -> None:
+    result = pdsh.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--doctor", "--config", "c.yaml", STAND_IN_CODE=code)
+    assert result.returncode == int(code), result.stderr
+    assert part in pdsh.argv() and pdsh.argv()[-2:] == ["--config", "c.yaml"]
 
 
 def test_a_machine_that_cannot_start_it_is_named_before_any_rank_starts(pdsh: StandIn, hostfile: Callable[[str], str]) -> None:

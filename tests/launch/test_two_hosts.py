@@ -1,8 +1,10 @@
-"""A run on two hosts of which one is lost: the other does not wait for ever, says what happened, and goes on alone."""
+"""Runs on two hosts: one of which is lost, and the other does not wait for ever and goes on alone; and over ssh."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -10,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from hosts import Host, two_hosts
+from sshd import reached_over_ssh
 
 sys.path.append(str(Path(__file__).parents[1] / "commands"))
-from jobs import PLAIN, TORCHRUN, TRAIN, Job, checkpoint, metrics, ran, started  # noqa: E402
+from jobs import PLAIN, REPOSITORY, TORCHRUN, TRAIN, Job, checkpoint, metrics, ran, started  # noqa: E402
 
 PORT = 29555
 HANG_S = 4.0
@@ -73,7 +76,6 @@ def test_a_host_dies_then_the_network_then_one_goes_on_alone(hosts: tuple[Host, 
     assert ended.err.count("rank 1: ds_gpt: on host1: the connection to another rank is lost: ") == 1
     assert hosts[0].address in ended.err and "--resume" in ended.err and "failure.py" not in ended.err, ended.err
     kept = step_of(run)
-    print(f"killed: {seconds:.1f} s")
 
     with on_both(hosts, tmp_path, "--resume") as (first, second):
         wait_until_saved(first, run, kept)
@@ -85,7 +87,6 @@ def test_a_host_dies_then_the_network_then_one_goes_on_alone(hosts: tuple[Host, 
     for rank, ended in enumerate(reversed(ends)):
         assert f"rank {rank}: nothing finished in 4 s (health.hang_timeout_s) on host{rank}" in ended.err, ended.err
     assert kept + EVERY == step_of(run)
-    print(f"cut: {seconds:.1f} s")
 
     checkpoint_then = checkpoint(run)
     alone = ran(tmp_path, *hosts[1].words(*PLAIN, TRAIN, *ARGUMENTS, "--run-dir", run, "--resume"))
@@ -96,5 +97,21 @@ def test_a_host_dies_then_the_network_then_one_goes_on_alone(hosts: tuple[Host, 
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
         worst = max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(found, expected, strict=True))
-        print(key, worst)
         assert worst < FP32_TOLERANCE, (key, worst)
+
+
+def test_over_ssh(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """launch/multi_node.sh with the real pdsh, ssh and sshd: the doctor, then training, then SIGTERM."""
+    hostfile, run = tmp_path / "hostfile", tmp_path / "run"
+    hostfile.write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+    script = ["bash", REPOSITORY / "launch" / "multi_node.sh", "--hostfile", hostfile, "--interface", hosts[0].interface, "--doctor"]
+    with reached_over_ssh(hosts, tmp_path) as commands:
+        path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with started(tmp_path, *hosts[0].words(*script, *ARGUMENTS, "--run-dir", run), PATH=path) as job:
+            wait_until_saved(job, run, 0)
+            os.kill(job.process.pid, signal.SIGTERM)
+            ended = job.wait(60)
+    assert "host0: ok       nodes            2: host0, host1, 1 rank each" in ended.out, ended.out
+    assert "GLOO_SOCKET_IFNAME = 'wire': wire" in ended.out, "the environment arrived"
+    assert "host0: no problems, no warnings" in ended.out and "host0: run folder  " in ended.out
+    assert step_of(run) == metrics(run)[-1]["step"] < STEPS, "saved where it was stopped"
