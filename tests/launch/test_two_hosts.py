@@ -88,10 +88,11 @@ def test_a_host_dies_then_the_network_then_one_goes_on_alone(hosts: tuple[Host, 
         assert f"rank {rank}: nothing finished in 4 s (health.hang_timeout_s) on host{rank}" in ended.err, ended.err
     assert kept + EVERY == step_of(run)
 
-    checkpoint_then = checkpoint(run)
-    alone = ran(tmp_path, *hosts[1].words(*PLAIN, TRAIN, *ARGUMENTS, "--run-dir", run, "--resume"))
-    assert alone.status == 0 and f"resumed from {run / 'checkpoints' / checkpoint_then}" in alone.out, alone.err
-    never_stopped = ran(tmp_path, *PLAIN, TRAIN, *ARGUMENTS, "--run-dir", tmp_path / "whole")
+    newest = checkpoint(run)
+    with started(tmp_path, *hosts[0].words(*PLAIN, TRAIN, *ARGUMENTS, "--run-dir", tmp_path / "whole")) as whole:
+        alone = ran(tmp_path, *hosts[1].words(*PLAIN, TRAIN, *ARGUMENTS, "--run-dir", run, "--resume"))
+        never_stopped = whole.wait(60)
+    assert alone.status == 0 and f"resumed from {run / 'checkpoints' / newest}" in alone.out, alone.err
     assert never_stopped.status == 0, never_stopped.err
     found, expected = metrics(run), metrics(tmp_path / "whole")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
