@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and train; ends the process, with status 2 on bad input and 1 on any other error."""
+    # A launcher that leaves it to the ranks started them without. Until they train, and can save, it is to end them.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
