@@ -34,10 +34,10 @@ def composed(deepspeed: str, overrides: tuple[str, ...]) -> Composed:
     return replace(run, deepspeed={**run.deepspeed, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}})
 
 
-@pytest.mark.parametrize("degree", ["tensor", "sequence", "pipeline"])
-def test_the_peak_is_that_of_ranks_that_share_a_model(degree: str) -> None:
-    sizes = ("model.layers=4", "model.context=128", "batch.global_batch_size=8", "bf16.enabled=false")
-    run = composed("zero1", (*sizes, *SMALL_BUCKETS[:1], f"parallel.{degree}=2"))
+@pytest.mark.parametrize(("stage", "degree", "precision"), [(1, "tensor", "fp32"), (1, "sequence", "fp32"), (1, "pipeline", "fp32"), (0, "pipeline", "bf16")])
+def test_the_peak_is_that_of_ranks_that_share_a_model(stage: int, degree: str, precision: str) -> None:
+    sizes = ("model.layers=4", "model.context=128", "batch.global_batch_size=8", f"bf16.enabled={str(precision == 'bf16').lower()}")
+    run = composed(f"zero{stage}", (*sizes, *SMALL_BUCKETS[:1], f"parallel.{degree}=2"))
     fullest = max(real.peak_bytes for real in run_ranks(2, measured, run))  # the stages of a pipeline differ
     assert memory(run).peak.bytes == pytest.approx(fullest, rel=TOLERANCE)
 
