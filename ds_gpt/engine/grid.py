@@ -35,6 +35,12 @@ class Grid:
         """Which share of each sequence is here, 0 to parallel.sequence - 1."""
         return self.rank // self.parallel.tensor % self.parallel.sequence
 
+    def sequence_groups(self) -> list[list[int]]:
+        """The ranks that share each sequence, in the order of their shares: those that differ in nothing else."""
+        step, degree = self.parallel.tensor, self.parallel.sequence
+        firsts = (rank for rank in range(self.parallel.product * self.data_ranks) if rank // step % degree == 0)
+        return [[first + share * step for share in range(degree)] for first in firsts]
+
     @property
     def data_rank(self) -> int:
         """Which share of the batch is here, 0 to data_ranks - 1."""
@@ -54,6 +60,14 @@ class Grid:
     def counts(self) -> bool:
         """Whether what is measured here is added up: of ranks that compute the same loss, one does."""
         return self.is_last_stage and self.tensor_rank == 0
+
+    def copies(self, over_data: bool, over_tensor: bool) -> tuple[int, int]:
+        """Which of the ranks this is, and of how many, that hold the same: data-parallel ones, those of a tensor group."""
+        index, count = (self.tensor_rank, self.parallel.tensor) if over_tensor else (0, 1)
+        if over_data:
+            data = self.data_ranks * self.parallel.sequence
+            index, count = index + count * (self.rank // self.parallel.tensor % data), count * data
+        return index, count
 
     @property
     def randomness(self) -> int:

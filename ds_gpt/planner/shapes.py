@@ -127,7 +127,7 @@ class Shapes:
         return cls(
             composed.run.model,
             stage,
-            composed.hardware.world_size,
+            composed.data_ranks,
             composed.micro_batch_size,
             composed.accumulation_steps,
             composed.checkpoint_policy,
@@ -141,6 +141,7 @@ class Shapes:
             _offloads(zero, "offload_optimizer"),
             _offloads(zero, "offload_param"),
             composed.run.loss_chunk_tokens,
+            **composed.run.parallel.model_dump(),
         )
 
     @property

@@ -19,6 +19,16 @@ def test_ranks_stand_where_deepspeeds_topology_puts_them() -> None:
     assert len(seen) == parallel.product * data_ranks
 
 
+def test_a_sequence_is_shared_by_ranks_that_differ_in_nothing_else() -> None:
+    parallel, data_ranks = ParallelConfig(tensor=2, pipeline=3, sequence=4), 5
+    topology = PipeModelDataParallelTopology(num_pp=3, num_mp=2, num_dp=data_ranks * parallel.sequence)
+    groups = Grid(parallel, data_ranks, 0).sequence_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(parallel.product * data_ranks))
+    for group in groups:
+        assert [Grid(parallel, data_ranks, rank).sequence_rank for rank in group] == [0, 1, 2, 3]
+        assert len({(there.pipe, there.data // 4, there.model) for there in map(topology.get_coord, group)}) == 1
+
+
 def test_a_loss_is_counted_once_for_each_share_of_the_data() -> None:
     parallel, data_ranks = ParallelConfig(tensor=2, pipeline=3, sequence=4), 5
     grids = [Grid(parallel, data_ranks, rank) for rank in range(parallel.product * data_ranks)]
