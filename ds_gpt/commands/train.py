@@ -125,6 +125,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
         composed = replace(composed, run=started_from(composed.run, initial))
     dataset = prepare_stage(composed.run)
     run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
+    # On nodes of one size; `ds-gpt doctor` asks them.
     apart = said_apart(run.parallel, [rank // ranks.local_world_size for rank in range(ranks.world_size)])
     composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes, *filter(None, [apart])))
     check_lengths(composed, dataset)
