@@ -15,8 +15,15 @@ def stated_number(deepspeed: ConfigFile, key: str) -> Any:
     return None if value == "auto" else value
 
 
-def settle_batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int) -> tuple[int, int, list[Problem]]:
-    """Micro-batch and accumulation steps with micro x accumulation x data-parallel ranks = global batch."""
+# Micro-batches a stage, from which on a pipeline hardly idles (Huang et al. 2018, section 2.3).
+_MICRO_BATCHES_PER_STAGE = 4
+
+
+def settle_batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int, stages: int = 1) -> tuple[int, int, list[Problem]]:
+    """Micro-batch and accumulation steps with micro x accumulation x data-parallel ranks = global batch.
+
+    Where neither is given, there is no accumulation, but in a pipeline as much as keeps its stages busy.
+    """
     total = batch.global_batch_size
     micro: Any = batch.micro_batch_size
     if micro == "auto":
@@ -34,9 +41,15 @@ def settle_batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int) -> tuple
     if total % product or (settled and total != product):
         return 0, 0, [_indivisible(batch, total, ranks, micro, accumulation)]
     if micro is None:
-        accumulation = accumulation or 1
+        accumulation = accumulation or _enough(total // ranks, stages)
         micro = total // (ranks * accumulation)
     return micro, total // (ranks * micro), []
+
+
+def _enough(share: int, stages: int) -> int:
+    """Into how many micro-batches a rank's share of the global batch is divided: as few as keep all stages busy."""
+    wanted = 1 if stages == 1 else min(share, _MICRO_BATCHES_PER_STAGE * stages)
+    return next(number for number in range(wanted, share + 1) if share % number == 0)
 
 
 def _indivisible(batch: BatchConfig, total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
