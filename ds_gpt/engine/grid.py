@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_gpt.config import ParallelConfig
@@ -72,3 +73,26 @@ class Grid:
     def randomness(self) -> int:
         """What to draw dropout by: ranks that share matrices hold the same stream, and must drop the same of it."""
         return self.rank // self.parallel.tensor
+
+
+def apart(parallel: ParallelConfig, nodes: Sequence[object]) -> list[range]:
+    """Ranks that share matrices or a sequence, by such groups, where a group does not lie on one node.
+
+    Args:
+        parallel: the degrees.
+        nodes: that of each rank.
+    """
+    size = parallel.tensor * parallel.sequence
+    groups = [range(first, first + size) for first in range(0, len(nodes), size)]
+    return [group for group in groups if len({nodes[rank] for rank in group}) > 1]
+
+
+def said_apart(parallel: ParallelConfig, nodes: Sequence[object]) -> str:
+    """The same as a sentence; empty where every group lies on one node."""
+    groups = apart(parallel, nodes)
+    if not groups:
+        return ""
+    shared = " and ".join(name for name, size in (("matrices", parallel.tensor), ("sequences", parallel.sequence)) if size > 1)
+    first = groups[0]
+    more = f", and {len(groups) - 1} more groups," if len(groups) > 1 else ""
+    return f"ranks {first.start} to {first.stop - 1}{more} share {shared} ({parallel}) and are not on one node: each block waits for the network"

@@ -10,7 +10,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import CONFIGS, DEEPSPEED, DS_GPT, PLAIN, REPOSITORY, TORCHRUN, TRAIN, Ended, checkpoint, metrics, ran, started
+
+from ds_gpt.commands.train import parser, settle
+from ds_gpt.config import parallel
+from ds_gpt.engine.ranks import Ranks
 
 
 def losses(run: Path) -> list[float]:
@@ -165,3 +170,12 @@ def test_two_jobs_at_once(tmp_path: Path, endless: list[str]) -> None:
 def test_console_script_trains_too(tmp_path: Path, tiny: list[str]) -> None:
     ended = ran(tmp_path, *DS_GPT, "train", *tiny, "--set", "training.steps=1", "--run-dir", tmp_path / "mine")
     assert_trained(ended, tmp_path / "mine", steps=1)
+
+
+def test_the_summary_says_that_matrices_are_shared_over_the_network(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parallel.COMBINATIONS, frozenset({"tensor"}), (0, 1, 2))
+    options = parser().parse_args([*tiny, "--set", "parallel.tensor=2"])
+    for local, said in ((2, False), (1, True)):
+        composed, *_ = settle(options, Ranks(0, 4, 0, local, torch.device("cpu")))
+        notes = [note for note in composed.notes if "share matrices (tensor 2) and are not on one node" in note]
+        assert bool(notes) == said, composed.notes

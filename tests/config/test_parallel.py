@@ -38,6 +38,11 @@ def test_what_ranks_that_share_sequences_cannot_do_is_refused(settings: list[str
         tiny("zero1", 2, [*settings, "parallel.sequence=2"])
 
 
+def test_a_batch_is_divided_among_data_parallel_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)is not 3 data-parallel ranks \(6 / 2\).*the number of ranks to 2 or 4 or 8 or 16"):
+        tiny("zero1", 6, ["parallel.sequence=2"])
+
+
 def test_ranks_that_share_sequences_take_the_same_batches() -> None:
     composed = tiny("zero1", 4, ["parallel.sequence=2", "batch.micro_batch_size=2"])
     assert (composed.data_ranks, composed.accumulation_steps) == (2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from ds_gpt.config import ParallelConfig
-from ds_gpt.engine.grid import Grid
+from ds_gpt.engine.grid import Grid, apart
 
 
 def test_ranks_stand_where_deepspeeds_topology_puts_them() -> None:
@@ -35,3 +35,11 @@ def test_a_loss_is_counted_once_for_each_share_of_the_data() -> None:
     counting = [(grid.data_rank, grid.sequence_rank) for grid in grids if grid.counts]
     assert sorted(counting) == [(data, sequence) for data in range(5) for sequence in range(4)]
     assert len({grid.randomness for grid in grids}) == len(grids) // parallel.tensor
+
+
+def test_ranks_that_share_most_and_are_on_several_nodes() -> None:
+    eights = [rank // 8 for rank in range(24)]
+    assert apart(ParallelConfig(tensor=4, pipeline=3, sequence=2), eights) == []
+    assert apart(ParallelConfig(tensor=12), eights) == [range(12), range(12, 24)]
+    assert apart(ParallelConfig(tensor=2, sequence=3), eights) == [range(6, 12), range(12, 18)]
+    assert apart(ParallelConfig(pipeline=24), eights) == []
