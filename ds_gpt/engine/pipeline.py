@@ -118,8 +118,8 @@ def stage_blocks(model: GPT, stages: int) -> list[int]:
     The embedding belongs to the first stage, the norm and the head to the last, where a tied head's copy of the weight
     counts like any other: each stage keeps weights, gradients and optimizer state. Every stage has a block.
     """
-    before, after = _count(model.embedding), _count(model.norm) + _count(model.head)
-    return balanced(before, [_count(block) for block in model.blocks], after, stages)
+    before, *blocks, norm, head = (sum(p.numel() for p in layer.parameters()) for layer in model.as_layers())
+    return balanced(before, blocks, norm + head, stages)
 
 
 def balanced(before: int, blocks: Sequence[int], after: int, stages: int) -> list[int]:
@@ -143,10 +143,6 @@ def balanced(before: int, blocks: Sequence[int], after: int, stages: int) -> lis
             found[end] = min(options)
         best = found
     return best[len(blocks)][2]
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class _Received(nn.Module):

@@ -61,3 +61,9 @@ def test_with_tensor_parallel_ranks_too(stage: int) -> None:
 def test_with_tensor_and_data_parallel_ranks_too() -> None:
     found = differences(8, "zero1", [("sgd", 2, None, MODERN + ("model.kv_heads=4",))], (*TWO, "parallel.tensor=2"))
     assert max(found.values()) < FP32_TOLERANCE, found
+
+
+def test_adapters_train_as_on_one_rank() -> None:
+    settings = [*overrides("adamw", 2, "full"), "lora.rank=4", "lora.alpha=8"]
+    (alone,), (shared,) = curves(1, "zero1", [settings], ["adamw"]), curves(2, "zero3", [[*settings, *TWO]], ["adamw"])
+    assert worst(shared, alone) < FP32_TOLERANCE
