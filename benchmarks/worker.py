@@ -32,6 +32,7 @@ from ds_gpt.config.hardware import peak_flops
 from ds_gpt.config.parse import with_vocabulary
 from ds_gpt.data import Dataset, prepare
 from ds_gpt.data.loader import BatchLoader
+from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
 
 _BREAKDOWN_STEPS, _PROFILED_STEPS, _MEMORY_STEPS = 3, 2, 2
@@ -121,7 +122,8 @@ def make_bench(case: Case, composed: Composed, ranks: Ranks, dataset: Dataset) -
         from benchmarks.hugging_face import HuggingFaceBench
 
         return HuggingFaceBench(composed, ranks, dataset.train, sampler)
-    loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, composed.micro_batch_size, ranks.device)
+    grid = Grid(run.parallel, composed.data_ranks, ranks.rank)
+    loader = BatchLoader(dataset.train, sampler, grid.data_rank, grid.data_ranks, composed.micro_batch_size, ranks.device)
     return Bench(composed, ranks, make(case.trainer, composed, ranks), loader)
 
 
