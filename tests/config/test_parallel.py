@@ -121,3 +121,12 @@ def test_the_bubble_of_a_pipeline_is_told(accumulation: int, idle: str) -> None:
     composed = tiny("zero1", 2, ["parallel.pipeline=2", f"batch.global_batch_size={accumulation}", f"gradient_accumulation_steps={accumulation}"])
     assert any(f"2 stages idle {idle} of the time" in note for note in composed.notes)
     assert not any("idle" in note for note in tiny("zero1", 2).notes)
+
+
+@pytest.mark.parametrize(("batch", "stages", "ranks", "accumulation"), [(16, 2, 2, 8), (64, 2, 4, 8), (18, 2, 2, 9), (4, 2, 2, 4), (96, 4, 8, 16), (16, 1, 2, 1)])
+def test_a_pipeline_is_kept_busy_where_nothing_else_is_said(batch: int, stages: int, ranks: int, accumulation: int) -> None:
+    settings = [f"parallel.pipeline={stages}", "model.layers=4", f"batch.global_batch_size={batch}"]
+    composed = tiny("zero1", ranks, settings)
+    assert composed.accumulation_steps == accumulation
+    assert composed.micro_batch_size * accumulation * composed.data_ranks == batch
+    assert tiny("zero1", ranks, [*settings, "gradient_accumulation_steps=2"]).accumulation_steps == 2
