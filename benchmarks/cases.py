@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import yaml
 from benchmarks.records import REPOSITORY
 from ds_gpt.config import Composed, ConfigError, Hardware, Problem, load
 from ds_gpt.config.errors import did_you_mean
+from ds_gpt.planner.degrees import stated
 
 SUITES = Path(__file__).parent / "suites"
 _CONFIGS = REPOSITORY / "ds_configs"
@@ -75,8 +75,11 @@ class Case:
 
     @property
     def ranks_a_copy(self) -> int:
-        """Ranks that share one copy of the model, as ``parallel.*`` among the overrides says."""
-        return math.prod(int(override.partition("=")[2]) for override in self.overrides if override.startswith("parallel."))
+        """Ranks that share one copy of the model, as the recipe says, or ``parallel`` among the overrides."""
+        return stated(*self._files(), self.overrides).product
+
+    def _files(self) -> tuple[str, str]:
+        return str(_CONFIGS / "runs" / f"{self.recipe}.yaml"), str(_CONFIGS / f"{self.deepspeed}.json")
 
     def settings(self) -> list[str]:
         """The case as ``--set`` arguments over its two files."""
@@ -93,8 +96,11 @@ class Case:
         return [*settings, *self.overrides]
 
     def composed(self, hardware: Hardware) -> Composed:
-        """The configuration that this case runs. Raises ConfigError where it is impossible."""
-        return load(_CONFIGS / "runs" / f"{self.recipe}.yaml", _CONFIGS / f"{self.deepspeed}.json", hardware, self.settings())
+        """The configuration that this case runs. Raises ConfigError, which names the case, where it is impossible."""
+        try:
+            return load(*self._files(), hardware, self.settings())
+        except ConfigError as error:
+            raise ConfigError(replace(problem, what=f"case {self.name}: {problem.what}") for problem in error.problems) from None
 
 
 @dataclass(frozen=True)

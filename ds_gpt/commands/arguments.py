@@ -16,7 +16,12 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print."""
         from ds_gpt.config import ConfigError, Problem
 
-        raise ConfigError(Problem(message, fix=" ".join(self.format_usage().split())))
+        usage = " ".join(self.format_usage().split())
+        left_over = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        settings = [word for word in left_over if "=" in word.strip("=") and not word.startswith("-")]
+        if settings and "--set" in usage:
+            usage = f"--set takes one setting each time: {' '.join(f'--set {setting}' for setting in settings)}. {usage}"
+        raise ConfigError(Problem(message, fix=usage))
 
 
 def add_config_arguments(

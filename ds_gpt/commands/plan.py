@@ -120,8 +120,9 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
         _lines(report.nothing_fits(found, device))
     if options.search:
         tokens = float(steps * training.batch.global_batch_size * training.model.context)
+        priced = search.cheapest(options.config, paths, known.values(), options.devices, options.overrides, _asked(options, paths[0]))
         print()
-        _lines(report.cheapest_devices(search.cheapest(options.config, paths, known.values(), options.devices, options.overrides), tokens))
+        _lines(report.cheapest_devices(priced, tokens))
     if options.why:
         print()
         _lines([report.why(candidate, found, device) for candidate in found if not candidate.fits] or ["every setting fits"])

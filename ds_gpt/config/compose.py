@@ -167,6 +167,12 @@ def _disagreements(run_file: ConfigFile, batch: BatchConfig | None, optimizer: O
     return problems
 
 
+def _shares(parallel: ParallelConfig, ranks: int) -> str:
+    """Among whom the batch is divided; DeepSpeed takes each rank's part of a sequence for one."""
+    data = f"{ranks // parallel.product} data ranks of {ranks}" if parallel.used else f"{ranks} ranks"
+    return data + (f", each sequence in {parallel.sequence} parts" if parallel.sequence > 1 else "")
+
+
 def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, stated: Any, run_key: str, value: Any) -> Problem:
     return Problem(
         f"{json_key} = {stated!r} ({deepspeed.where(json_key)}) but {run_key} = {value!r} ({run_file.where(run_key)})",
@@ -188,7 +194,7 @@ def _fill(
     batch = run.batch.global_batch_size * run.parallel.sequence
     for key, number in zip(_BATCH_KEYS, (batch, micro, accumulation), strict=True):
         if values.get(key) in (None, "auto"):
-            owners[key] = f"run config: batch ({run_file.path.name}) and {hardware.world_size} ranks"
+            owners[key] = f"run config: batch ({run_file.path.name}) and {_shares(run.parallel, hardware.world_size)}"
         values[key] = number
     if "gradient_clipping" not in values:
         values["gradient_clipping"] = _DEEPSPEEDS_CLIPPING

@@ -182,7 +182,8 @@ def _sequence_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
 def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Problem]:
     stages = COMBINATIONS.get(parallel.used)
     if stages is None:
-        within = [f"{' with '.join(sorted(names))}" for names in COMBINATIONS if names and names < parallel.used]
+        largest = max((len(names) for names in COMBINATIONS if names < parallel.used), default=0)
+        within = [" x ".join(sorted(names)) for names in COMBINATIONS if largest and names < parallel.used and len(names) == largest]
         yield Problem(
             f"parallel: {parallel} does not work together",
             "this combination was never proved to train the same model",

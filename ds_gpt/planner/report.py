@@ -76,12 +76,16 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
         shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
         micro = f"{shapes.micro_batch} x {shapes.accumulation}"
         fits = f"{speed.tokens_per_s:<14,.0f}  {speed.mfu:.1%}" if candidate.fits else f"does not fit: {candidate.limiting_kind}"
+        if candidate.on_paper:
+            fits += "  on paper"
         yield (
             f"{str(candidate.degrees) if split else '':<{split}}{stage(candidate):<11}  {micro:<11}  {shapes.policy or 'off':<13}  "
             f"{memory.peak.bytes / GIB:<13.2f}  {memory.peak.phase:<16}  {candidate.headroom_bytes / GIB:<12.1f}  {fits}"
         )
     if len(shown) > _ROWS:
         yield f"and {len(shown) - _ROWS} more kinds; --json lists every setting"
+    if any(candidate.on_paper for candidate in shown[:_ROWS]):
+        yield "on paper: ds_gpt does not train with these degrees at this ZeRO stage"
 
 
 def nothing_fits(found: Sequence[Candidate], device: Device) -> Iterator[str]:
@@ -135,7 +139,7 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     others = (other for other in found if other.fits and (other.shapes.stage, other.shapes.policy, other.degrees, other.shapes.offload_optimizer) != kind)
     behind = next(others, None)
     if behind:
-        yield f"runner-up: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {behind.needed_bytes[1] / GIB:.1f} GiB"
+        yield f"runner-up{', on paper' if behind.on_paper else ''}: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {behind.needed_bytes[1] / GIB:.1f} GiB"
 
 
 def _unit(seconds: float) -> tuple[str, float]:

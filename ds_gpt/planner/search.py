@@ -145,14 +145,14 @@ def recommended(found: Sequence[Candidate]) -> Candidate:
 
 
 def cheapest(
-    run: str, deepspeed_configs: Sequence[str], known: Iterable[Device], devices: int, overrides: Sequence[str]
+    run: str, deepspeed_configs: Sequence[str], known: Iterable[Device], devices: int, overrides: Sequence[str], degrees: ParallelConfig
 ) -> list[tuple[float, Device, Candidate]]:
-    """USD of the run's million tokens, device and best setting, for each device whose price is known and that it fits; cheapest first."""
+    """USD of the run's million tokens, device and best setting, for each device whose price is known and that it fits with these degrees; cheapest first."""
     found = []
     for device in known:
         if device.price is None:
             continue
-        best = recommended(candidates(run, deepspeed_configs, device, devices, overrides))
+        best = recommended(candidates(run, deepspeed_configs, device, devices, overrides, [degrees]))
         if best.fits:
             found.append((device.price * devices / 3600 / best.speed.tokens_per_s * 1e6, device, best))
     return sorted(found, key=lambda item: item[0])

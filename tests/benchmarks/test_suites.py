@@ -62,6 +62,19 @@ def test_a_case_may_share_its_model_out() -> None:
     assert (shared.data_ranks, shared.accumulation_steps, shared.run.batch.global_batch_size) == (2, 1, 4)
 
 
+def test_degrees_may_be_stated_as_a_section() -> None:
+    shared = Case("shared", "quickstart", 4, 2, "zero1", overrides=("parallel={tensor: 2}",)).composed(Hardware("cpu", "CPU", 4, bf16=False))
+    assert (shared.data_ranks, shared.accumulation_steps, shared.run.batch.global_batch_size) == (2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"), [("parallel.tensor=two", "parallel.tensor"), ("zero_optimization.stage=9", "stage"), ("parallel.tensor=3", "4 ranks are not")]
+)
+def test_a_case_that_is_impossible_is_named(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"case wrong: .*{said}"):
+        Case("wrong", "quickstart", 4, 2, "zero1", overrides=(override,)).composed(Hardware("cpu", "CPU", 4, bf16=False))
+
+
 def test_an_unknown_suite_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'a100'"):
         read_suite("a10")

@@ -13,6 +13,8 @@ from jobs import CONFIGS, DS_GPT, ran
 from ds_gpt import __version__
 from ds_gpt.__main__ import VERBS
 from ds_gpt.commands import show_config
+from ds_gpt.commands.arguments import Parser, add_config_arguments
+from ds_gpt.config import ConfigError
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
 
 MODULE = (sys.executable, "-m", "ds_gpt")
@@ -50,6 +52,15 @@ def test_unknown_verb(words: list[str], tmp_path: Path) -> None:
     ended = ran(tmp_path, *DS_GPT, *words)
     assert ended.status == 2 and ended.out == ""
     assert f"unknown verb '{words[0]}'" in ended.err and "show-config" in ended.err
+
+
+def test_several_settings_after_one_set() -> None:
+    parser = Parser(prog="ds-gpt show-config")
+    add_config_arguments(parser)
+    with pytest.raises(ConfigError, match="--set takes one setting each time: --set parallel.tensor=2 --set training.steps=3"):
+        parser.parse_args(["--set", "seed=1", "parallel.tensor=2", "training.steps=3"])
+    with pytest.raises(ConfigError, match="do:  usage"):
+        parser.parse_args(["--colour=red"])
 
 
 def test_show_config_into_a_closed_pipe(tmp_path: Path) -> None:

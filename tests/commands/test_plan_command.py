@@ -134,6 +134,20 @@ def test_a_split_that_was_never_proved_is_on_paper() -> None:
     assert "train.py" not in result.stdout
 
 
+def test_what_is_on_paper_says_so_in_every_row() -> None:
+    said = plan(*GPT_1B, "--tensor", "2").stdout
+    rows = re.findall(r"^tensor 2 +(\d).*?( on paper)?$", said, re.MULTILINE)
+    assert rows and all((stage == "3") == bool(paper) for stage, paper in rows)
+    assert "on paper: ds_gpt does not train" in said
+    assert "on paper" not in plan(*GPT_1B).stdout
+
+
+def test_the_cheapest_devices_are_of_the_degrees_that_were_asked_for() -> None:
+    priced = plan(*GPT_1B, "--tensor", "2", "--search").stdout.partition("cheapest devices")[2]
+    lines = re.findall(r"^ +\S+ +[\d.,]+ USD .*", priced, re.MULTILINE)
+    assert lines and all("tensor 2, ZeRO" in line for line in lines)
+
+
 def test_the_degrees_that_go_with_the_json_are_in_the_command(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     printed = plan(*GPT_1B, "--sequence", "2", "--tensor", "2", "--write", str(written)).stdout

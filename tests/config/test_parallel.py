@@ -19,8 +19,15 @@ def test_degrees_have_a_product_and_a_name() -> None:
 
 
 def test_all_together_is_refused_and_says_why() -> None:
-    with pytest.raises(ConfigError, match="does not work together"):
+    remedy = "use pipeline x tensor or sequence x tensor or pipeline x sequence$"
+    with pytest.raises(ConfigError, match=f"(?s)does not work together.*{remedy}"):
         tiny("zero1", 8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=2"])
+
+
+def test_who_divides_the_batch_is_told() -> None:
+    owners = tiny("zero1", 4, ["parallel.sequence=2"]).owners
+    assert owners["train_batch_size"].endswith("and 2 data ranks of 4, each sequence in 2 parts")
+    assert tiny("zero1", 4, ["parallel.tensor=2"]).owners["train_batch_size"].endswith("and 2 data ranks of 4")
 
 
 @pytest.mark.parametrize(

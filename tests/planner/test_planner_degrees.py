@@ -152,7 +152,7 @@ def test_the_runs_own_degrees_are_planned_for(tmp_path: Path) -> None:
 
 
 def test_the_cheapest_device_is_the_one_whose_bill_is_least() -> None:
-    found = cheapest(RUN, JSONS, DEVICES.values(), 8, [])
+    found = cheapest(RUN, JSONS, DEVICES.values(), 8, [], ALONE)
     assert [cost for cost, _, _ in found] == sorted(cost for cost, _, _ in found)
     for cost, device, best in found:
         assert best.fits and cost == pytest.approx(device.price * 8 / 3600 / best.speed.tokens_per_s * 1e6)
