@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from importlib.util import find_spec
@@ -182,11 +182,24 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Path | N
     fitting = [case for case in cases if _fits(case, here, console)]
     if not fitting:
         raise ConfigError(Problem("none of the chosen cases can run here", fix="choose others with --only"))
+    _compose(fitting, here.hardware)
     folder = options.records or RECORDS / suite.name
     start = time.monotonic()
     Run(suite, fitting, here, folder, options.price_per_hour, console).all_cases(options.fresh)
     console.print(f"\n{len(fitting)} cases in {_minutes(time.monotonic() - start)}; records in {folder}")
     return folder
+
+
+def _compose(cases: Sequence[Case], hardware: Callable[[int], Hardware]) -> None:
+    """Raise ConfigError with what is wrong with any case, before the first is run."""
+    problems: list[Problem] = []
+    for case in cases:
+        try:
+            case.composed(hardware(case.ranks))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def _fits(case: Case, here: machine.Machine, console: Console) -> bool:
@@ -203,6 +216,7 @@ def _list(suite: Suite, cases: Sequence[Case], device: str | None, console: Cons
     """``--dry-run``."""
     chosen = device_named(device) if device else None
     meant = chosen.name if chosen else suite.devices
+    _compose(cases, chosen.hardware if chosen else suite.hardware)
     console.print(f"suite {suite.name}: {len(cases)} cases x {suite.rounds} round{'s' * (suite.rounds > 1)}, predicted for {meant}\n{suite.about}\n", soft_wrap=True)
     head = f"{'case':<34} {'parameters':>10} {'ranks':>5} {'micro x acc':>11} {'checkpointing':<13} {'JSON':<14}"
     console.print(f"{head} {'peak a rank':>12} {'step':>10} {'tokens/s':>12}", soft_wrap=True)

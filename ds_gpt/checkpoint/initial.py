@@ -18,6 +18,7 @@ from ds_gpt.engine.state import WEIGHT
 from ds_gpt.model.lora import adapter_weight
 
 _FREE = frozenset({"dropout", "vocab_size"})  # what may differ from the model that is started from
+_SETTLED = {"ffn_width": "hidden_width", "kv_heads": "key_heads"}  # what "auto" comes to
 
 
 @dataclass(frozen=True)
@@ -121,26 +122,19 @@ def started_from(run: RunConfig, initial: Initial) -> RunConfig:
         ConfigError: the model of the run is not the one that it starts from; every field that differs is named.
     """
     theirs, ours = initial.model, run.model
+    keys = [key for key in ModelConfig.model_fields if key not in _FREE]
+    shapes = [(key, *(getattr(model, _SETTLED.get(key, key)) for model in (ours, theirs))) for key in keys]
     problems = [
         Problem(
-            f"model.{key} = {getattr(ours, key)!r}, but the model at init_from = '{run.init_from}' has "
-            f"{getattr(theirs, key)!r}",
+            f"model.{key} = {mine!r}, but the model at init_from = '{run.init_from}' has {its!r}",
             "its weights have no place in another model",
-            f"set model.{key}: {getattr(theirs, key)}",
+            f"set model.{key}: {its}",
         )
-        for key in (
-            "layers",
-            "width",
-            "heads",
-            "context",
-            "hidden_width",
-            "key_heads",
-            *sorted(ModelConfig.model_fields),
-        )
-        if key not in _FREE | {"ffn_width", "kv_heads"} and getattr(ours, key) != getattr(theirs, key)
+        for key, mine, its in shapes
+        if mine != its
     ]
     if problems:
-        raise ConfigError({problem.what: problem for problem in problems}.values())
+        raise ConfigError(problems)
     data = run.data
     if data.tokenizer == "auto":
         data = data.model_copy(update={"tokenizer": str(initial.run_folder / "tokenizer.json")})

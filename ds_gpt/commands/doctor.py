@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> None:
     """Check, print and exit. Raises ConfigError on bad input."""
     from ds_gpt.config import ConfigError, Problem, load
     from ds_gpt.engine.ranks import Ranks
+    from ds_gpt.planner.degrees import stated
     from ds_gpt.trainer.preflight_ranks import preflight
     from ds_gpt.trainer.start import configuration
 
@@ -49,7 +51,10 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(Problem(f"--deadline {options.deadline:g} is not a time to wait", fix="give seconds, up to a day"))
     ranks = Ranks.from_environment()
     files = configuration(options.config, options.deepspeed_config, options.overrides, options.run_dir, options.resume)
-    composed = load(*files, ranks.hardware(), options.overrides)
+    hardware = ranks.hardware()
+    if ranks.world_size == 1:  # alone: the machine, for a rank of one copy of the model
+        hardware = replace(hardware, world_size=stated(str(files[0]), str(files[1]), options.overrides).product)
+    composed = load(*files, hardware, options.overrides)
 
     def report(checks: Sequence[Check]) -> None:
         print(as_json(checks) if options.json else text(checks, ranks), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import signal
@@ -73,6 +74,18 @@ def test_degrees_may_be_stated_as_a_section() -> None:
 def test_a_case_that_is_impossible_is_named(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"case wrong: .*{said}"):
         Case("wrong", "quickstart", 4, 2, "zero1", overrides=(override,)).composed(Hardware("cpu", "CPU", 4, bf16=False))
+
+
+def test_all_impossible_cases_are_told_before_any_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "device: cpu\ndefaults: {recipe: quickstart, ranks: 2, micro_batch: 8, deepspeed: zero3}\ncases:\n  - {name: a}\n  - {name: b, overrides: [parallel.tensor=2]}\n  - {name: c, overrides: [parallel.tensor=3]}\n"
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("a case was run"))
+    for dry in ([], ["--dry-run"]):
+        parser = argparse.ArgumentParser()
+        suite.add_arguments(parser)
+        options = parser.parse_args(["--suite", write_suite(tmp_path, text), "--records", str(tmp_path), *dry])
+        with pytest.raises(ConfigError) as error:
+            suite.run(options, Console(file=io.StringIO()))
+        assert {problem.what.split(":")[0] for problem in error.value.problems} == {"case b", "case c"}
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:

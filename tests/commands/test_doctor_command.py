@@ -48,6 +48,8 @@ def test_one_process_checks_its_machine(tmp_path: Path) -> None:
     assert ended.status == 0 and "no problems" in ended.out and "torchrun --nproc-per-node" in ended.out
     huge = ran(tmp_path, *DS_GPT, "doctor", "--set", "model.layers=20000000", **PATH)
     assert huge.status == 1 and "problem  disk" in huge.out
+    shared = ran(tmp_path, *DS_GPT, "doctor", "--set", "parallel.tensor=2", "--set", "model.vocab_size=100", **PATH)
+    assert shared.status == 0 and "1 rank," in shared.out and "ok       memory" in shared.out, shared.out + shared.err
     assert not [path for path in tmp_path.iterdir() if path.suffix not in (".out", ".err")]
 
 
