@@ -80,12 +80,16 @@ def sharing_problems(parallel: ParallelConfig, model: ModelConfig | None, world_
     if world_size % parallel.product:
         problems.append(
             Problem(
-                f"{world_size} ranks are not a whole number of times {parallel} (parallel: {parallel.product} ranks a copy)",
+                f"{_ranks(world_size)} not a whole number of times {parallel} (parallel: {parallel.product} ranks a copy)",
                 "every copy of the model takes as many ranks",
                 f"launch a multiple of {parallel.product} ranks, or change the degrees",
             )
         )
     return problems + (list(_shape_problems(parallel, model)) if model else [])
+
+
+def _ranks(number: int) -> str:
+    return "1 rank is" if number == 1 else f"{number} ranks are"
 
 
 def beside_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
@@ -140,7 +144,7 @@ def parallel_notes(parallel: ParallelConfig, accumulation: int) -> list[str]:
         return []
     idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
     batches = f"{accumulation} micro-batch{'es' * (accumulation > 1)}"
-    return [f"pipeline: {stages} stages idle {idle:.0%} of the time with {batches} a step; smaller micro-batches are more"]
+    return [f"pipeline: {stages} stages idle {idle:.0%} of the time with {batches} a step; they idle less with more, smaller ones"]
 
 
 def _beside_pipeline(what: str, why: str) -> Problem:

@@ -118,7 +118,7 @@ class Shapes:
                     f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, "
                     f"lora.rank = {composed.run.lora.rank}",
                     "the planner knows the pre-training of every weight on next tokens only",
-                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token (pairs: of twice the micro-batch); "
+                    "plan with --set stage=pretrain --set lora.rank=null --set objective.name=next_token (pairs: of twice the micro-batch); "
                     "leave room for masks, T x T a sequence",
                 )
             )

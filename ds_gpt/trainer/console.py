@@ -99,7 +99,7 @@ class Console:
             ("data", corpus),
             ("batch", f"{_counted(run.batch.global_batch_size, 'sequence')} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
-            *([("parallel", f"{run.parallel}: copies of the model: {composed.data_ranks}")] if run.parallel.used else []),
+            *([("parallel", f"{run.parallel}: {composed.data_ranks} {'copy' if composed.data_ranks == 1 else 'copies'} of the model")] if run.parallel.used else []),
             ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}{compiled}"),
             ("precision", _PRECISION[composed.precision]),
             *[("", note) for note in composed.notes],

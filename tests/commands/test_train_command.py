@@ -58,7 +58,7 @@ def test_two_ranks_that_share_each_sequence(plain: tuple[Ended, Path], tmp_path:
     ended = ran(tmp_path, *DEEPSPEED, "--num_gpus", 2, TRAIN, *tiny, "--set", "parallel.sequence=2")
     assert_trained(ended, run := tmp_path / "runs" / "quickstart")
     assert ended.err == ""
-    assert "16 a rank x 1 data rank x 1 accumulation step" in ended.out and "sequence 2: copies of the model: 1" in ended.out
+    assert "16 a rank x 1 data rank x 1 accumulation step" in ended.out and "sequence 2: 1 copy of the model" in ended.out
     assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5)
     assert metrics(run)[-1]["val_loss"] == pytest.approx(metrics(plain[1])[-1]["val_loss"], rel=1e-5)
     assert (run / "sample.txt").read_text() == (plain[1] / "sample.txt").read_text()
@@ -68,7 +68,7 @@ def test_a_tensor_parallel_run_goes_on_alone_and_is_used(plain: tuple[Ended, Pat
     ended = ran(tmp_path, *DEEPSPEED, "--num_gpus", 2, TRAIN, *tiny, "--set", "parallel.tensor=2")
     assert_trained(ended, run := tmp_path / "runs" / "quickstart")
     assert ended.err == ""
-    assert "16 a rank x 1 data rank" in ended.out and "tensor 2: copies of the model: 1" in ended.out
+    assert "16 a rank x 1 data rank" in ended.out and "tensor 2: 1 copy of the model" in ended.out
     assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5)
     ended = ran(tmp_path, *PLAIN, TRAIN, "--resume", run, "--set", "training.steps=6", "--set", "parallel.tensor=1")
     assert ended.status == 0 and metrics(run)[-1]["step"] == 6, ended.out + ended.err

@@ -59,6 +59,8 @@ def test_ranks_that_share_sequences_take_the_same_batches() -> None:
 def test_ranks_that_are_no_whole_number_of_copies_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks are not a whole number of times pipeline 3"):
         tiny("zero1", 4, ["parallel.pipeline=3"])
+    with pytest.raises(ConfigError, match="^1 rank is not a whole number of times tensor 2"):
+        tiny("zero1", 1, ["parallel.tensor=2"])
 
 
 @pytest.mark.parametrize(
