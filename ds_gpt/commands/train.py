@@ -109,6 +109,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     from ds_gpt.checkpoint.initial import find_initial, started_from
     from ds_gpt.config import load
     from ds_gpt.config.parse import with_vocabulary
+    from ds_gpt.data.rows import Rows
     from ds_gpt.data.stages import needed_vocabulary, prepare_stage
     from ds_gpt.trainer.out_of_memory import check_host_memory
     from ds_gpt.trainer.start import configuration
@@ -120,7 +121,8 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
         composed = replace(composed, run=started_from(composed.run, initial))
     dataset = prepare_stage(composed.run)
     run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
-    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes))
+    item_tokens = dataset.train.item_tokens if isinstance(dataset.train, Rows) else None
+    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes), item_tokens=item_tokens)
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial

@@ -217,6 +217,11 @@ class RunConfig(Section):
         return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
 
     @property
+    def sequences(self) -> int:
+        """Sequences of one item of the batch: a pair of answers is two."""
+        return 2 if self.stage in ("dpo", "reward") else 1
+
+    @property
     def generates(self) -> bool:
         """Whether what is trained predicts the next token, so that text can be sampled from it."""
         return self.stage != "reward" and self.objective.name == "next_token"

@@ -249,8 +249,9 @@ class Engine:
 
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
+        chunk_tokens = self.composed.run.loss_chunk_tokens
         with self.evaluating():
-            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
+            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT, chunk_tokens=chunk_tokens))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""

@@ -20,12 +20,12 @@ class Stage3(Stage2):
         self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
         self.ledger.take(WEIGHTS, persistent * shapes.element * (shapes.shards > 1))
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
-        self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
+        self._put(GRADIENTS, shapes.shard(self.trained_elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
         self.flat: list[tuple[int, int]] = []
 
     def _hold_for_offload(self) -> None:
-        self.host_bytes += 4 * self.shapes.shard(self.elements)
+        self.host_bytes += 4 * self.shapes.shard(self.trained_elements)
 
     def weights_held(self) -> int:
         return self.shapes.shard(self.elements)
@@ -113,7 +113,7 @@ class Stage3(Stage2):
 
     def step(self) -> None:
         """The shard of the gradients stays."""
-        shard = self.shapes.shard(self.elements)
+        shard = self.shapes.shard(self.trained_elements)
         if not self.shapes.offload_optimizer:
             size = 4 * shard + self.adam_bytes(shard)
             self.ledger.take(GRADIENTS, size)

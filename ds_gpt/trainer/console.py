@@ -92,12 +92,13 @@ class Console:
         shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary:,}"
         batch = f"{composed.micro_batch_size} a rank x {_counted(hardware.world_size, 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
+        item = "pair" if run.sequences == 2 else "sequence"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
         compiled = ", compiled: the first step takes a while" if composed.compiled else ""
         facts = [
             ("model", f"{parameters(run.model):,} parameters: {shape}"),
             ("data", corpus),
-            ("batch", f"{_counted(run.batch.global_batch_size, 'sequence')} = {composed.tokens_per_step:,} tokens: {batch}"),
+            ("batch", f"{_counted(run.batch.global_batch_size, item)} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
             ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}{compiled}"),
             ("precision", _PRECISION[composed.precision]),
