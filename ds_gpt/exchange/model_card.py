@@ -21,6 +21,15 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 inputs = tokenizer("The ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50, do_sample=True)[0]))
 ```""",
+    "peft": """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("BASE")
+model = PeftModel.from_pretrained(base, "PATH")
+```
+
+BASE is what `ds-gpt export RUN --format hf` makes of the run that this one started from (`init_from`).""",
     "safetensors": """The tensors have the names of `ds_gpt.model.gpt.GPT`. `ds-gpt import PATH` makes a run of it.""",
     "torch": """```python
 import json
@@ -34,6 +43,8 @@ model.load_state_dict(torch.load("PATH/model.pt", weights_only=True))
 }
 # Of the run's configuration, what tells how the model was trained; the whole is in the run's folder.
 _TOLD = (
+    "stage",
+    "lora.",
     "data.corpus",
     "data.val_fraction",
     "data.attend_across_documents",
@@ -77,7 +88,7 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
     shape = {f"model.{key}": value for key, value in model.model_dump(mode="json").items()}
     run = flatten(saved.run.model_dump(mode="json"))
     told = {key: value for key, value in run.items() if key.startswith(_TOLD)}
-    library = "transformers" if format == "hf" else "pytorch"
+    library = {"hf": "transformers", "peft": "peft"}.get(format, "pytorch")
     parts = [
         f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- ds_gpt\n---",
         f"# {title}",

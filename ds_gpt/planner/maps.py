@@ -44,11 +44,12 @@ class Maps:
             return 0
         return self.inner + (size + size // self.element if self.dropout else 0)
 
-    def forward(self, name: str, size: int) -> None:
-        """The fullest moment of an adapter: result of the map, of B, and scaled, each of `size`; one of them stays, and is not taken here."""
-        extra = 2 * size if self.adapted(name) else 0
-        self.ledger.take(ACTIVATIONS, extra)
-        self.ledger.give(ACTIVATIONS, extra)
+    def forward(self, name: str, size: int, beside: int) -> None:
+        """An adapter's fullest moment: results of the map and of B, and the latter scaled, or the sum, each of `size`; `beside`: what is there
+        then, over what the ledger holds."""
+        if self.adapted(name) and (most := 3 * size + beside) > 0:
+            self.ledger.take(ACTIVATIONS, most)
+            self.ledger.give(ACTIVATIONS, most)
 
     def backward(self, name: str, outputs: int, inputs: int) -> None:
         """From the gradient of a map's result, bytes `outputs`, which is on the ledger and stays, to that of what it reads, which is taken."""

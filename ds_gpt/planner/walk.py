@@ -171,26 +171,27 @@ class Walk:
 
     def _attention_part(self, maps: Maps) -> None:
         self.copies.forward_of_scores(self.scores)
-        maps.forward("qkv", self.q + 2 * self.y)
+        maps.forward("qkv", self.q + 2 * self.y, self.x)
         self.ledger.take(ACTIVATIONS, self._attention_kept(maps) + self.x)  # the projection's result goes when it has been added
-        maps.forward("out", self.x)
+        maps.forward("out", self.x, -self.x - self.r)
         self.ledger.give(ACTIVATIONS, self.x)
 
     def _forward(self, maps: Maps, kept: str | None) -> None:
         """One block. Its input is on the ledger already; its output will be."""
         ledger, x, h = self.ledger, self.x, self.h
         self._attention_part(maps)
-        maps.forward("up", h)
         if kept is None:
+            maps.forward("up", h, x + (2 * h if self.gated else 0))
             whole = self._feed_forward_kept(maps)
             gone = h - maps.reads(h, "down")  # what `down` reads
             ledger.take(ACTIVATIONS, whole + gone + x + self.r)
-            maps.forward("down", x)
+            maps.forward("down", x, -x - self.r)
             ledger.give(ACTIVATIONS, gone + x)
             return
         saved = self._saved_by_selective(maps) if kept == "selective" else 0
         of_attention = saved - x - (2 if self.gated else 1) * h - self._adapters_results(maps, False) if saved else 0  # all but what the feed-forward saves
         ledger.give(ACTIVATIONS, self._attention_kept(maps) - of_attention - self.r)  # the sum before the second norm stays a while
+        maps.forward("up", h, x + (h if self.gated else 0))
         made = (3 if self.gated else 2) * h + (h if saved and self.gated else 0)
         ledger.take(ACTIVATIONS, x + made + (x if saved else 0) + (self._adapters_results(maps, False) if saved else 0))
         ledger.give(ACTIVATIONS, made - ((2 if self.gated else 1) * h if saved else 0))
