@@ -73,7 +73,7 @@ TASKS = {
 TASK_CASES = (
     ("wide", "lora", 0, "null", "bf16", 0), ("wide", "lora", 1, "null", "fp32", 1), ("wide", "lora", 2, "null", "bf16", 0),
     ("wide", "lora", 3, "null", "bf16", 0), ("vocabulary", "lora", 1, "null", "bf16", 0), ("long", "lora", 2, "full", "bf16", 1),
-    ("deep", "lora", 3, "full", "bf16", 1), ("long", "lora", 0, "selective", "bf16", 0), ("long", "lora everywhere", 0, "null", "fp32", 0),
+    ("deep", "lora", 3, "full", "bf16", 0), ("long", "lora", 0, "selective", "bf16", 0), ("long", "lora everywhere", 0, "null", "fp32", 0),
     ("wide", "lora everywhere", 3, "null", "bf16", 0), ("long", "lora everywhere", 1, "selective", "bf16", 1), ("long", "lora some", 2, "null", "bf16", 0),
     ("long", "lora llama", 0, "null", "bf16", 0), ("wide", "lora llama", 3, "full", "bf16", 1),
     ("long", "sft", 2, "null", "bf16", 0), ("wide", "sft", 1, "full", "fp32", 1), ("long", "sft lora", 1, "null", "bf16", 1), ("long", "sft llama", 2, "null", "bf16", 0),
