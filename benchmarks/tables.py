@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from benchmarks.compare import speed_ratio
 from benchmarks.ledger_kinds import KINDS
 from benchmarks.published import ROWS
-from benchmarks.results import Record, communication_overlap, curve_difference, peak_bytes
-from ds_gpt.config import ModelConfig
-from ds_gpt.model.counts import flops_per_token, mfu
+from benchmarks.results import Record, communication_overlap, curve_difference, flops_of, peak_bytes
+from ds_gpt.model.counts import mfu
 from ds_gpt.planner import Prediction
 
 Table = list[list[str]]
@@ -156,7 +155,7 @@ def overview(group: Sequence[Record], everything: Sequence[Record], predict: Cal
         memory = measured["memory"]
         row = [label(record), f"{measured['tokens_per_s']:,.0f}", f"{measured['tokens_per_s_per_rank']:,.0f}", f"{step['median'] * 1e3:,.1f}"]
         peak = peaks[record["threads"]]
-        flops = flops_per_token(ModelConfig(**record["run"]["model"]))
+        flops = flops_of(record)
         utilization = f"{mfu(measured['tokens_per_s_per_rank'], flops, peak):.1%}" if peak else "not known"
         row += [f"{step['p10'] * 1e3:,.1f} to {step['p90'] * 1e3:,.1f}", *(() if on_gpu else (f"{measured['cpu_step_s'] * 1e3:,.1f}",)), utilization]
         row += [_mib(peak_bytes(measured)), _mib(memory.get("reserved_peak_bytes") or memory["resident_peak_bytes"])]

@@ -110,15 +110,15 @@ def run_steps(engine: Any, allocations: Allocations, kinds: dict[int, str]) -> N
 def _batch(composed: Composed) -> tuple[Tensor, ...]:
     """What the objective of the run takes, as `ds_gpt.data.loader` makes it."""
     run, size = composed.run, composed.micro_batch_size
-    documents = run.stage == "sft" or (run.stage == "pretrain" and not run.data.attend_across_documents)
-    arrays = 2 + documents + (run.stage == "sft")
+    arrays = 2 + run.keeps_documents_apart + (run.stage == "sft")
     batch = [torch.zeros((run.sequences * size, run.model.context), dtype=torch.int64) for _ in range(arrays)]
     if run.stage == "dpo":
         batch.append(torch.zeros((size, 2)))
-    if not run.objective.name == "next_token":
+    if run.objective.name != "next_token":
         batch.append(torch.zeros(size, dtype=torch.int64))
-    share = [torch.ones(())] if run.stage != "pretrain" or run.objective.name != "next_token" else []
-    return (*batch, *share)
+    if run.stage != "pretrain" or run.objective.name != "next_token":
+        batch.append(torch.ones(()))
+    return tuple(batch)
 
 
 def _name_buckets(optimizer: Any, allocations: Allocations, kinds: dict[int, str]) -> None:

@@ -33,8 +33,7 @@ class Task:
     @classmethod
     def of(cls, run: RunConfig) -> Task:
         """The task of a run."""
-        sft = run.stage == "sft"
-        documents = sft or (run.stage == "pretrain" and not run.data.attend_across_documents)
+        sft, documents = run.stage == "sft", run.keeps_documents_apart
         return cls(
             run.lora,
             run.sequences,
