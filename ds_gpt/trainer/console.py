@@ -15,7 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ds_gpt.config import Composed
-from ds_gpt.model.counts import parameters
+from ds_gpt.model.counts import parameters, trained_parameters
 from ds_gpt.trainer.sinks import Metrics, perplexity
 
 _PRECISION = {"fp32": "fp32", "bf16": "bf16, master weights in fp32", "fp16": "fp16, master weights in fp32, dynamic loss scale"}
@@ -95,8 +95,10 @@ class Console:
         item = "pair" if run.sequences == 2 else "sequence"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
         compiled = ", compiled: the first step takes a while" if composed.compiled else ""
+        adapters = f"rank {run.lora.rank} beside {', '.join(run.lora.targets)}"
         facts = [
             ("model", f"{parameters(run.model):,} parameters: {shape}"),
+            *([("adapters", f"{trained_parameters(run):,} parameters are trained: {adapters}")] if run.lora.rank else []),
             ("data", corpus),
             ("batch", f"{_counted(run.batch.global_batch_size, item)} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
