@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.compare import speed_ratio
 from benchmarks.ledger_kinds import KINDS
@@ -109,6 +110,7 @@ def _configuration(record: Record) -> str:
     definition = record["definition"]
     trainer = definition["trainer"]
     parts = [_PEERS[trainer]] if trainer in _PEERS else [f"{_ON_DEEPSPEED[trainer]}ZeRO {stage(record)}"]
+    parts += _task(record["run"])
     if "offload" in definition["deepspeed"] and trainer in _ON_DEEPSPEED:
         parts.append("offload")
     if definition["checkpointing"] != "off":
@@ -119,6 +121,13 @@ def _configuration(record: Record) -> str:
     if (definition["threads"] or 1) > 1:
         parts.append(f"{definition['threads']} threads")
     return ", ".join(parts)
+
+
+def _task(run: dict[str, Any]) -> list[str]:
+    """What is learned, where that is not next tokens by every weight. A record may be older than what it says nothing of."""
+    stage, objective = run.get("stage", "pretrain"), run.get("objective", {}).get("name", "next_token").replace("_", " ")
+    kinds = [stage] if stage != "pretrain" else [objective] if objective != "next token" else []
+    return kinds + ["adapters"] * (run.get("lora", {}).get("rank") is not None)
 
 
 def label(record: Record) -> str:

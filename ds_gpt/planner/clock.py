@@ -96,19 +96,19 @@ class Clock:
     def _attention(self) -> tuple[float, float]:
         """Forward and backward."""
         shapes, model = self.shapes, self.shapes.model
-        attended = min(model.context, 2 * (model.sliding_window or model.context))  # on average half of it, or all of a window
+        attended = min(shapes.context, 2 * (model.sliding_window or shapes.context))  # on average half of it, or all of a window
         pairs = shapes.tokens * attended * model.width / shapes.tensor
         if shapes.trainer.attention == "flash" and shapes.task.masked:
             # A kernel that takes a mask computes all scores, and reads the mask for each head.
-            read = shapes.element * shapes.tokens * model.context * model.heads / shapes.tensor
-            forward = max(4 * shapes.tokens * model.context * model.width / shapes.tensor / (self.peak * self.constants.attention), self._pass(read, 1))
+            read = shapes.element * shapes.tokens * shapes.context * model.heads / shapes.tensor
+            forward = max(4 * shapes.tokens * shapes.context * model.width / shapes.tensor / (self.peak * self.constants.attention), self._pass(read, 1))
             return forward, 2.5 * forward
         if shapes.trainer.attention == "flash":
             # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
             forward = 2 * pairs / (self.peak * self.constants.attention) + self.constants.launch_s
             return forward, 2.5 * forward
-        scores, head_width = shapes.tokens * model.context * model.heads / shapes.tensor, model.head_width
-        arithmetic = self._matrix(shapes.tokens, head_width, model.context) * model.heads / shapes.tensor
+        scores, head_width = shapes.tokens * shapes.context * model.heads / shapes.tensor, model.head_width
+        arithmetic = self._matrix(shapes.tokens, head_width, shapes.context) * model.heads / shapes.tensor
         width = 4 if shapes.trainer.autocast else shapes.element
         moved = [plain + (dropped if model.dropout else 0) for plain, dropped in zip(_PLAIN[width], _PLAIN_DROPOUT[width], strict=True)]
         less = 0.6 if shapes.trainer.fused else 1.0  # scale, mask and softmax in one kernel

@@ -66,6 +66,7 @@ class Shapes:
         sequence: ranks that share each sequence (Ulysses): tokens everywhere but in attention, heads there.
         trainer: the software.
         task: what is learned.
+        length: tokens of a sequence, where the data has none that fills the model's context; None: the context.
     """
 
     model: ModelConfig
@@ -89,6 +90,7 @@ class Shapes:
     sequence: int = 1
     trainer: Trainer = DS_GPT
     task: Task = PRETRAINING
+    length: int | None = None
 
     @classmethod
     def of(cls, composed: Composed) -> Shapes:
@@ -131,6 +133,7 @@ class Shapes:
             _offloads(zero, "offload_param"),
             composed.run.loss_chunk_tokens,
             task=Task.of(composed.run),
+            length=composed.item_tokens and composed.item_tokens // composed.run.sequences,
         )
 
     @property
@@ -141,7 +144,12 @@ class Shapes:
     @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
-        return self.rows * self.model.context // self.sequence
+        return self.rows * self.context // self.sequence
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.length or self.model.context
 
     @property
     def vocabulary(self) -> int:
@@ -153,7 +161,7 @@ class Shapes:
     @property
     def flops_per_token(self) -> int:
         """What the model needs to train on a token."""
-        return training_flops_per_token(self.model, self.task.lora, self.task.loss == "reward")
+        return training_flops_per_token(self.model, self.task.lora, self.task.loss == "reward", self.context)
 
     @property
     def devices(self) -> int:

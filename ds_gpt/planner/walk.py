@@ -15,14 +15,14 @@ from ds_gpt.planner.zero import GRADIENTS, WEIGHTS, Sharding
 def constants(shapes: Shapes) -> int:
     """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
     model, element, task = shapes.model, shapes.element, shapes.task
-    mask = element * model.context**2 if _masked(shapes) and not task.masked else 0
-    turns = (shapes.rows if task.own_positions else 1) * 2 * element * model.context * model.head_width
+    mask = element * shapes.context**2 if _masked(shapes) and not task.masked else 0
+    turns = (shapes.rows if task.own_positions else 1) * 2 * element * shapes.context * model.head_width
     return mask + (turns if model.positions == "rotary" else 0)
 
 
 def _masked(shapes: Shapes) -> bool:
     window = shapes.model.sliding_window
-    return shapes.task.masked or (window is not None and window < shapes.model.context)
+    return shapes.task.masked or (window is not None and window < shapes.context)
 
 
 class Walk:
@@ -46,7 +46,7 @@ class Walk:
         self.statistics = 2 * element * shapes.tokens // spread
         flash = trainer.attention == "flash"
         self.log_sum = 4 * shapes.tokens * model.heads // tensor if flash else 0
-        self.scores = 0 if flash else shapes.tokens * model.context * model.heads // tensor  # elements
+        self.scores = 0 if flash else shapes.tokens * shapes.context * model.heads // tensor  # elements
         self.vocabulary = shapes.vocabulary
         self.logits = shapes.tokens * self.vocabulary  # elements
         self.chunk = min(shapes.chunk or shapes.tokens, shapes.tokens)
@@ -138,7 +138,7 @@ class Walk:
         """Bytes of what says, for each sequence, what its tokens see; made of as many bools, more than once."""
         if not self.shapes.task.masked:
             return 0
-        seen = self.shapes.rows * self.shapes.model.context**2
+        seen = self.shapes.rows * self.shapes.context**2
         self.ledger.take(ACTIVATIONS, (self.shapes.element + 2) * seen)
         self.ledger.give(ACTIVATIONS, 2 * seen)
         return self.shapes.element * seen
