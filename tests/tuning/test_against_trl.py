@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tokenizers
 import torch
 import transformers
+import trl
 from made_examples import composed, pairs, settled, write
 
 from ds_gpt.data.loader import window_batch
@@ -17,8 +19,6 @@ from ds_gpt.learning.loss import IGNORE_INDEX
 from ds_gpt.learning.objectives import objective_of, sequence_log_probs
 from ds_gpt.model.gpt import GPT
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
 COUNT, BETA = 6, 0.3
 
 
