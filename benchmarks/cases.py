@@ -137,6 +137,9 @@ def read_suite(name: str) -> Suite:
     twice = sorted({name for name in names if names.count(name) > 1})
     problems += [Problem(f"{path.name}: two cases are called '{name}'", fix="put what differs into the name") for name in twice]
     for case in cases:
+        if case.compile and content["device"] == "cpu":
+            why = "the tensors of compiled code are not counted there, and memory would be recorded wrong"
+            problems.append(Problem(f"{path.name}: {case.name} compiles on a CPU", why, "python -m benchmarks compile measures its speed"))
         strangers = [name for name in case.goals if name not in names]
         problems += [Problem(f"{path.name}: {case.name} has a goal against '{name}', which is no case", fix=did_you_mean(name, names)) for name in strangers]
     if problems:

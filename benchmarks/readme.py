@@ -11,6 +11,7 @@ from benchmarks import planner_report, tables
 from benchmarks.records import REPOSITORY, read_all
 from benchmarks.results import peak_bytes, read
 from ds_gpt.__main__ import VERBS
+from ds_gpt.config.parallel import COMBINATIONS, ParallelConfig
 
 RECORDS = REPOSITORY / "benchmarks" / "records"
 README = REPOSITORY / "README.md"
@@ -84,9 +85,25 @@ def verbs() -> str:
     return "\n".join(lines) + "\n"
 
 
+def combinations() -> str:
+    """Which parallel degrees go together, and with which ZeRO stages, as a Markdown table."""
+    lines = ["| degrees above 1 | ZeRO stages |", "|---|---|"]
+    for names, stages in sorted(COMBINATIONS.items(), key=lambda row: len(row[0])):
+        used = " x ".join(name for name in ParallelConfig.model_fields if name in names)
+        lines.append(f"| {used or 'none: data parallel alone'} | {', '.join(map(str, stages))} |")
+    return "\n".join(lines) + "\n"
+
+
 def filled(text: str, records_folder: Path = RECORDS) -> str:
     """README text with what stands between its markers renewed."""
-    contents = {"records": table(records_folder), "suite": suite_table(records_folder / "cpu"), "map": code_map(), "verbs": verbs(), "planner": planner_report.table()}
+    contents = {
+        "records": table(records_folder),
+        "suite": suite_table(records_folder / "cpu"),
+        "map": code_map(),
+        "verbs": verbs(),
+        "planner": planner_report.table(),
+        "combinations": combinations(),
+    }
     for name, content in contents.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda marks: marks[1] + content + marks[2], text, flags=re.DOTALL)
     return text

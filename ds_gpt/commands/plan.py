@@ -85,9 +85,12 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
     from ds_gpt.planner import report, search
 
     best = search.recommended(found)
-    training = search.composed(options.config, paths[0], device.hardware(1), options.overrides).run
+    composed = search.composed(options.config, paths[0], device.hardware(1), options.overrides)
+    training = composed.run
     steps = training.training.steps
-    print(f"{options.config} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}\n")
+    print(f"{options.config} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}")
+    _lines(note for note in composed.notes if note.startswith("vocabulary"))
+    print()
     _lines(report.table(found))
     print()
     if best.fits:

@@ -17,6 +17,7 @@ from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
 from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
+from ds_gpt.config.parallel import ParallelConfig, parallel_problems
 from ds_gpt.config.parse import parse_run, sound_sections
 from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
@@ -64,6 +65,11 @@ class Composed:
     def zero_stage(self) -> int:
         """ZeRO stage, 0 to 3."""
         return self.deepspeed["zero_optimization"]["stage"]
+
+    @property
+    def data_ranks(self) -> int:
+        """Data-parallel ranks: those that take sequences of their own."""
+        return self.hardware.world_size // self.run.parallel.product
 
     @property
     def tokens_per_step(self) -> int:
@@ -116,8 +122,13 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
     problems += run_problems(sections)
     problems += _disagreements(run_file, sections.get("batch"), sections.get("optimizer"), deepspeed_file)
     micro_batch_size = accumulation_steps = 0
-    if "batch" in sections:
-        micro_batch_size, accumulation_steps, batch_problems = _batch(sections["batch"], deepspeed_file, hardware)
+    parallel = sections.get("parallel", ParallelConfig())
+    stage = deepspeed_file.get("zero_optimization.stage") or 0
+    impossible = parallel_problems(parallel, sections.get("model"), stage, hardware.world_size)
+    problems += impossible
+    if "batch" in sections and not impossible:
+        ranks = hardware.world_size // parallel.product
+        micro_batch_size, accumulation_steps, batch_problems = _batch(sections["batch"], deepspeed_file, ranks)
         problems += batch_problems
     try:
         run = parse_run(run_file)
@@ -171,9 +182,9 @@ def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, st
     )
 
 
-def _batch(batch: BatchConfig, deepspeed: ConfigFile, hardware: Hardware) -> tuple[int, int, list[Problem]]:
-    """Micro-batch and accumulation steps with micro x accumulation x ranks = global batch."""
-    total, ranks = batch.global_batch_size, hardware.world_size
+def _batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int) -> tuple[int, int, list[Problem]]:
+    """Micro-batch and accumulation steps with micro x accumulation x data-parallel ranks = global batch."""
+    total = batch.global_batch_size
     micro: Any = batch.micro_batch_size
     if micro == "auto":
         micro = _number(deepspeed, "train_micro_batch_size_per_gpu")
@@ -238,7 +249,10 @@ def _fill(
     owners: dict[str, str] = {}
     notes: list[str] = []
     values.setdefault("zero_optimization", {}).setdefault("stage", 0)
-    for key, number in zip(_BATCH_KEYS, (run.batch.global_batch_size, micro, accumulation), strict=True):
+    # DeepSpeed reduces gradients over the ranks that share a sequence as it does over data-parallel ones, and takes
+    # each one's part of a sequence for a sequence.
+    batch = run.batch.global_batch_size * run.parallel.sequence
+    for key, number in zip(_BATCH_KEYS, (batch, micro, accumulation), strict=True):
         if values.get(key) in (None, "auto"):
             owners[key] = f"run config: batch ({run_file.path.name}) and {hardware.world_size} ranks"
         values[key] = number

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from ds_gpt.config.parallel import ParallelConfig
 from ds_gpt.config.section import Auto, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from ds_gpt.config.stage import ExamplesConfig, LoraConfig, ObjectiveConfig, PreferenceConfig, Stage
 
@@ -111,7 +112,7 @@ class OptimizerConfig(Section):
     betas: Annotated[tuple[Fraction, Fraction], Strict(False)] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
-    lr_scaling: Literal["none", "sqrt_world_size"] = "none"
+    lr_scaling: Literal["none", "sqrt_world_size"] = "none"  # by the number of data-parallel ranks
 
 
 class ScheduleConfig(Section):
@@ -201,6 +202,7 @@ class RunConfig(Section):
     examples: ExamplesConfig = ExamplesConfig()
     preference: PreferenceConfig = PreferenceConfig()
     batch: BatchConfig
+    parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     loss: LossConfig = LossConfig()

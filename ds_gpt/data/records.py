@@ -37,7 +37,7 @@ def records(source: str) -> Iterator[tuple[str, Record]]:
 
 
 def _of_lines(path: str) -> Iterator[tuple[str, Record]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # Windows programs begin a file with a byte order mark
         try:
             for number, line in enumerate(file, 1):
                 if not line.isspace():

@@ -28,6 +28,7 @@ from ds_gpt.engine.defects import (
 )
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.forward_timer import ForwardTimer
+from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.engine.state import (
     Piece,
@@ -100,6 +101,7 @@ class Engine:
 
         self.composed = composed
         self.ranks = ranks
+        self.grid = Grid(composed.run.parallel, composed.data_ranks, ranks.rank)
         self._forward_timer = ForwardTimer(ranks.device)
         self._objective = objective_of(composed.run)
         if composed.precision == "fp16":
@@ -159,7 +161,7 @@ class Engine:
             interrupted: whether this rank was asked to stop; told to all ranks along with the loss.
         """
         assert len(micro_batches) == self.composed.accumulation_steps
-        _seed(self.composed.run.seed, step, self.ranks.rank)
+        _seed(self.composed.run.seed, step, self.grid.randomness)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
@@ -174,9 +176,9 @@ class Engine:
             loss_sum += found.loss_sum.detach()
             counted += found.counted
             measured.append(found.metrics)
-        flag = counted.new_tensor(float(interrupted))
         names, sums = _summed(measured)
-        total, tokens, asked, *others = self.ranks.sum(torch.stack([loss_sum, counted, flag, *sums]))
+        sums = [value * self.grid.counts for value in (loss_sum, counted, *sums)]
+        asked, total, tokens, *others = self.ranks.sum(torch.stack([counted.new_tensor(float(interrupted)), *sums]))
         metrics = {name: other / tokens for name, other in zip(names, others, strict=True)}
         applied = self.deepspeed.was_step_applied()
         return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
@@ -244,7 +246,7 @@ class Engine:
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
-        total, tokens, *totals = self.ranks.sum(torch.stack([*sums, *others]))
+        total, tokens, *totals = self.ranks.sum(torch.stack([*sums, *others]) * self.grid.counts)
         return total / tokens, {name: other / tokens for name, other in zip(names, totals, strict=True)}
 
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ds_gpt.planner.devices import Device
 from ds_gpt.planner.memory import Memory, memory_of
 from ds_gpt.planner.shapes import Shapes
 from ds_gpt.planner.speed import Speed, speed_of
+from ds_gpt.planner.vocabulary import settled
 
 # Not in any trace: the CUDA context and its libraries' kernels; NCCL's buffers with more than one rank. Commonly measured as 0.4 to
 # 0.7 GiB and 0.3 to 0.8 GiB. The caching allocator's fragments come on top, as a share: of 140 published runs that ran, none would
@@ -154,7 +155,7 @@ def cheapest(
 def composed(run: str, path: str, hardware: Hardware, overrides: Sequence[str]) -> Composed:
     """The run on so many ranks; where nobody states a micro-batch, of one sequence, which composes wherever any does."""
     stated = _keys(overrides)
-    return load(run, path, hardware, [*overrides, *([] if "batch.micro_batch_size" in stated else ["batch.micro_batch_size=1"])])
+    return settled(load(run, path, hardware, [*overrides, *([] if "batch.micro_batch_size" in stated else ["batch.micro_batch_size=1"])]))
 
 
 def _keys(overrides: Sequence[str]) -> set[str]:

@@ -90,7 +90,7 @@ class Console:
         """What is about to run, and what was decided on the user's behalf."""
         run, hardware = composed.run, composed.hardware
         shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary:,}"
-        batch = f"{composed.micro_batch_size} a rank x {_counted(hardware.world_size, 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
+        batch = f"{composed.micro_batch_size} a rank x {_counted(composed.data_ranks, 'data rank' if run.parallel.used else 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
         item = "pair" if run.sequences == 2 else "sequence"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
@@ -102,6 +102,7 @@ class Console:
             ("data", corpus),
             ("batch", f"{_counted(run.batch.global_batch_size, item)} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
+            *([("parallel", f"{run.parallel}: copies of the model: {composed.data_ranks}")] if run.parallel.used else []),
             ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}{compiled}"),
             ("precision", _PRECISION[composed.precision]),
             *[("", note) for note in composed.notes],

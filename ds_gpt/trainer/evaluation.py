@@ -56,7 +56,7 @@ def pretraining_loss(dataset: Dataset, engine: Engine) -> float:
 def _windows(dataset: Dataset, engine: Engine, sequences: int) -> np.ndarray:
     """This rank's share of the validation windows."""
     windows = dataset.val.evaluation_windows(engine.composed.run.model.context, sequences)
-    return rank_share(windows, engine.ranks.rank, engine.ranks.world_size)
+    return rank_share(windows, engine.grid.data_rank, engine.grid.data_ranks)
 
 
 def _batches(dataset: Dataset, engine: Engine, windows: np.ndarray, with_documents: bool = False) -> Iterator[Batch]:

@@ -57,10 +57,10 @@ class Trainer:
         if run.stage == "dpo":  # before any step, or checkpoint, changes what the engine started from
             remember_reference(engine, dataset)
         sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
-        share = ranks.rank, ranks.world_size, composed.micro_batch_size
+        share = engine.grid.data_rank, engine.grid.data_ranks, composed.micro_batch_size
         self.loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
         self.validation = Validation(dataset, engine)
-        self.learning_rate = schedule(run, ranks.world_size)
+        self.learning_rate = schedule(run, composed.data_ranks)
         self.recorder = Recorder(composed, ranks, folder, console)
         self.watchdog = Watchdog(folder.path, ranks.rank, run.health.hang_timeout_s, engine.model)
         self.keeper = Keeper(engine, dataset, folder, self.validation, self.recorder, self.watchdog)

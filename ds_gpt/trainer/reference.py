@@ -23,8 +23,8 @@ def remember_reference(engine: Engine, dataset: Dataset) -> None:
 
 
 def _fill(engine: Engine, rows: Rows) -> None:
-    ranks, size = engine.ranks, engine.composed.micro_batch_size
-    mine = rank_share(np.arange(len(rows.counted)), ranks.rank, ranks.world_size)
+    ranks, grid, size = engine.ranks, engine.grid, engine.composed.micro_batch_size
+    mine = rank_share(np.arange(len(rows.counted)), grid.data_rank, grid.data_ranks)
     found = []
     for first in range(0, len(mine), size):
         inputs, targets, _ = window_batch(rows, mine[first : first + size], rows.arrays[0].shape[-1], IGNORE_INDEX)

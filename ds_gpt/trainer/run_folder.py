@@ -189,9 +189,16 @@ def environment(composed: Composed, dataset_digest: str) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that ds_gpt runs from, with ``-dirty`` where it was changed; None outside of git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Commit of the checkout that ds_gpt runs from, with ``-dirty`` where it was changed; None outside of git.
+
+    Records do not count: a suite of benchmarks writes them while it measures.
+    """
+    git, changed = ["git", "-C", str(Path(__file__).parent)], ["status", "--porcelain", "--untracked-files=no"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in (["rev-parse", "HEAD"], [*changed, "--", ":(top)", ":(top,exclude)benchmarks/records"])
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return f"{commit}-dirty" if changes else commit

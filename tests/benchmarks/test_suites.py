@@ -50,10 +50,10 @@ def write_suite(folder: Path, text: str) -> str:
 
 
 def test_everything_wrong_with_a_suite_is_told(tmp_path: Path) -> None:
-    text = "device: cpu\ndefaults: {recipe: quickstart, ranks: 1, micro_batch: 8}\ncases:\n  - {name: a, trainer: dpp}\n  - {name: b, microbatch: 4}\n  - {name: c}\n  - {name: c}\n"
+    text = "device: cpu\ndefaults: {recipe: quickstart, ranks: 1, micro_batch: 8}\ncases:\n  - {name: a, trainer: dpp}\n  - {name: b, microbatch: 4}\n  - {name: c}\n  - {name: c}\n  - {name: d, compile: true}\n"
     with pytest.raises(ConfigError) as error:
         read_suite(write_suite(tmp_path, text))
-    assert len(error.value.problems) == 3
+    assert len(error.value.problems) == 4 and "d compiles on a CPU" in str(error.value)
     assert "did you mean 'micro_batch'?" in str(error.value) and "none of ds_gpt, ddp, fsdp2, hf_trainer" in str(error.value) and "two cases are called 'c'" in str(error.value)
 
 

@@ -41,6 +41,21 @@ def test_it_answers_at_once_and_recommends_what_can_be_typed() -> None:
     assert time.process_time() - start < 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ((), "vocabulary: 100, assumed for a tokenizer of characters"),
+        (("data.tokenizer=gpt2",), "vocabulary: 50,257, GPT-2's"),
+        (("data.tokenizer=bpe", "data.bpe_vocab_size=4096"), "vocabulary: 4,096, data.bpe_vocab_size"),
+        (("data.corpus=synthetic", "data.synthetic.vocab_size=77"), "vocabulary: 77, data.synthetic.vocab_size"),
+    ],
+)
+def test_without_a_vocabulary_it_says_which_it_takes(settings: tuple[str, ...], said: str) -> None:
+    result = plan(*(part for setting in settings for part in ("--set", setting)))
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout and "tokens/s, MFU" in result.stdout
+
+
 def test_json_lists_every_candidate() -> None:
     found = json.loads(plan(*GPT_1B, "--json").stdout)
     assert {candidate["zero_stage"] for candidate in found} == {0, 1, 2, 3}

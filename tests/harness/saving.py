@@ -14,7 +14,8 @@ def build(ranks: Any, deepspeed: str, overrides: list[str]) -> tuple[Any, Any]:
     from ds_gpt.engine.engine import Engine
 
     composed = tiny(deepspeed, ranks.world_size, overrides)
-    return Engine(composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size)
+    engine = Engine(composed, ranks)
+    return engine, tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
 
 
 def steps(engine: Any, loader: Any, first: int, last: int) -> list[tuple[float, float]]:

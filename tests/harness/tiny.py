@@ -56,7 +56,7 @@ def train_curve(ranks: Any, composed: Composed, steps: int, lr: float = 0.01) ->
     from ds_gpt.engine.engine import Engine
 
     engine = Engine(composed, ranks)
-    loader = tiny_loader(composed, ranks.rank, ranks.world_size)
+    loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
     curve = []
     for step in range(steps):
         result = engine.step(step, loader.load(step), lr)

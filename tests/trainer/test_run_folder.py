@@ -16,6 +16,7 @@ from tiny import VOCABULARY, tiny
 from ds_gpt import __version__
 from ds_gpt.config import ConfigError, RunConfig
 from ds_gpt.data import SyntheticTokenizer, load_tokenizer
+from ds_gpt.trainer import run_folder
 from ds_gpt.trainer.run_folder import RunFolder, check_unused, git_commit
 
 TOKENIZER = SyntheticTokenizer(VOCABULARY)
@@ -146,6 +147,22 @@ def test_one_process_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fcntl, "flock", no_locks)  # Lustre without -o flock
     folder.claim().close()
+
+
+def test_records_that_are_being_written_do_not_make_a_commit_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ds_gpt/trainer/run_folder.py", "benchmarks/records/cpu/a.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("1\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "ds_gpt" / "trainer" / "run_folder.py"))
+    clean = git_commit()
+    assert clean is not None and len(clean) == 40
+    (tmp_path / "benchmarks/records/cpu/a.json").write_text("2\n")
+    assert git_commit() == clean
+    (tmp_path / "ds_gpt/trainer/run_folder.py").write_text("2\n")
+    assert git_commit() == f"{clean}-dirty"
 
 
 def test_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ds_gpt.config import ConfigError
 from ds_gpt.data import CharTokenizer
 from ds_gpt.data.chat import Chat
 from ds_gpt.data.loader import BatchLoader, window_batch
+from ds_gpt.data.records import records
 from ds_gpt.data.rows import IGNORED, best_fit
 from ds_gpt.data.stages import prepare_stage
 from ds_gpt.learning.loss import IGNORE_INDEX
@@ -226,6 +227,11 @@ def test_what_cannot_be_learned_from_is_refused(
         settings = [f"examples.template={tmp_path / 't.jinja'}"]
     with pytest.raises(ConfigError, match=wrong):
         prepare_stage(composed("sft", corpus, settings).run)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [record for _, record in records(str(tmp_path / "a.jsonl"))] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
