@@ -43,8 +43,7 @@ class Composed:
         run_owners: the same for each dotted key of ``run``.
         notes: what was decided for the user, a sentence each.
         stated: the DeepSpeed config as it was given, ``--set`` included and every ``"auto"`` kept.
-        item_tokens: tokens that the model sees of one item of the batch, padding included, where only the data tells: the
-            sequences of a pair are as long as the longest of all. None: as many as fit.
+        item_tokens: tokens of one item of the batch, padding included, where only the data tells; None: as many as fit.
     """
 
     run: RunConfig
@@ -200,9 +199,7 @@ def _batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int) -> tuple[int, 
     settled = micro is not None and accumulation is not None
     if total % product or (settled and total != product):
         return 0, 0, [_indivisible(batch, total, ranks, micro, accumulation)]
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = total // (ranks * accumulation)
+    micro = micro or total // (ranks * (accumulation or 1))
     return micro, total // (ranks * micro), []
 
 

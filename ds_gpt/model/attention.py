@@ -73,7 +73,7 @@ def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None, ma
     k_BHSK = k_BGSK.repeat_interleave(q_BHTK.shape[1] // k_BGSK.shape[1], dim=1)
     scores_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) / math.sqrt(q_BHTK.shape[-1])
     if mask_BTS is None:
-        added = mask(*scores_BHTS.shape[-2:], window, scores_BHTS.dtype, scores_BHTS.device)
+        added = additive(visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device), scores_BHTS.dtype)
     else:
         added = mask_BTS[:, None]
     return (scores_BHTS + added).softmax(dim=-1, dtype=torch.float32)
