@@ -137,7 +137,8 @@ class Console:
         fields += [f"grad norm {metrics['grad_norm']:.2f}", f"lr {metrics['lr']:.2e}"]
         validation = ""
         if "val_loss" in metrics:
-            validation = f"  validation loss {metrics['val_loss']:.4f} (perplexity {_shown(perplexity(metrics['val_loss']))})"
+            meaning = f"accuracy {metrics['val_accuracy']:.1%}" if "val_accuracy" in metrics else f"perplexity {_shown(perplexity(metrics['val_loss']))}"
+            validation = f"  validation loss {metrics['val_loss']:.4f} ({meaning})"
         if self._progress:
             self._progress.update(self._task, completed=metrics["step"], fields=fields)
             if validation:
