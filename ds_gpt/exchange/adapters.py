@@ -57,7 +57,8 @@ def export_adapter(saved: SavedModel, output: Path, dtype: str = "fp32") -> None
     config = adapter_config(saved.run, maps, "CAUSAL_LM", transposed)
     with new_folder(output, "--output") as folder:
         write_tensors(folder / WEIGHTS, shapes, DTYPES[dtype], tensors.values())
-        for name, text in {CONFIG: json.dumps(config, indent=2) + "\n", "README.md": model_card(saved, "peft", dtype, family.architecture)}.items():
+        card = model_card(saved, "peft", dtype, family.architecture)
+        for name, text in {CONFIG: json.dumps(config, indent=2) + "\n", "README.md": card}.items():
             (folder / name).write_text(text, encoding="utf-8")
             sync(folder / name)
 
@@ -67,8 +68,8 @@ def _for_their_maps(
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """The pair of each map of theirs, by its name.
 
-    B has a row for each output, as the map's weight has, so what rearranges or divides the one does it to the other. Where
-    our map is several of theirs, each has the whole of A.
+    B has a row for each output, as the map's weight has, so what rearranges or divides the one does it to the other.
+    Where our map is several of theirs, each has the whole of A.
     """
     for rule in layout.rules:
         name = rule.ours.removesuffix(".weight")

@@ -99,9 +99,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return x_gradient.mul_(factor), weight_gradient, None, None, None
 
 
-def linear_log_probs(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None = None
-) -> Tensor:
+def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None = None) -> Tensor:
     """Log-probability of each target under the logits x @ weight.T, fp32, zero where it is ignored.
 
     `x` are (..., D), `weight` (V, D), `targets` (...), as the result. Logits exist for `chunk_tokens` rows at a time, in

@@ -14,9 +14,9 @@ Complete = Callable[[range], None]
 class Maps:
     """The linear maps of one block.
 
-    A map keeps what it reads for the gradient of its weight. A frozen one has none, except that at ZeRO 3 DeepSpeed's own
-    linear keeps it always. An adapter, y + scale B (A x), keeps what A reads and what B reads; without dropout A reads
-    what the map does.
+    A map keeps what it reads for the gradient of its weight. A frozen one has none, except that at ZeRO 3 DeepSpeed's
+    own linear keeps it always. An adapter, y + scale B (A x), keeps what A reads and what B reads; without dropout A
+    reads what the map does.
 
     Args:
         places: parameters of the block's modules, by name.
@@ -39,20 +39,25 @@ class Maps:
         return size if self.stays or any(self.adapted(name) and not self.dropout for name in names) else 0
 
     def beside(self, name: str, size: int) -> int:
-        """Bytes that an adapter keeps beside what its map reads, of `size`: what B reads, and what dropout leaves, with its mask."""
+        """Bytes kept beside what a map reads, of `size`, for its adapter: what B reads, what dropout leaves, its mask."""
         if not self.adapted(name):
             return 0
         return self.inner + (size + size // self.element if self.dropout else 0)
 
     def forward(self, name: str, size: int, beside: int) -> None:
-        """An adapter's fullest moment: results of the map and of B, and the latter scaled, or the sum, each of `size`; `beside`: what is there
-        then, over what the ledger holds."""
+        """An adapter's fullest moment: results of the map and of B, and the latter scaled, or the sum, each of `size`.
+
+        `beside`: what is there then, over what the ledger holds.
+        """
         if self.adapted(name) and (most := 3 * size + beside) > 0:
             self.ledger.take(ACTIVATIONS, most)
             self.ledger.give(ACTIVATIONS, most)
 
     def backward(self, name: str, outputs: int, inputs: int) -> None:
-        """From the gradient of a map's result, bytes `outputs`, which is on the ledger and stays, to that of what it reads, which is taken."""
+        """From the gradient of a map's result to that of what it reads: bytes `outputs` and `inputs`.
+
+        The former is on the ledger, and stays; the latter is taken.
+        """
         ledger = self.ledger
         if self.adapted(name):
             ledger.take(BACKWARD, outputs + self.inner)  # scaled, and of what B reads

@@ -1,4 +1,4 @@
-"""What a run learns, as far as it costs memory or time: all weights or adapters, sequences or pairs, masks, and the loss."""
+"""What a run learns, as far as it costs memory or time: which weights, sequences or pairs, masks, and the loss."""
 
 from __future__ import annotations
 

@@ -189,7 +189,8 @@ class Walk:
             ledger.give(ACTIVATIONS, gone + x)
             return
         saved = self._saved_by_selective(maps) if kept == "selective" else 0
-        of_attention = saved - x - (2 if self.gated else 1) * h - self._adapters_results(maps, False) if saved else 0  # all but what the feed-forward saves
+        of_feed_forward = x + (2 if self.gated else 1) * h + self._adapters_results(maps, False)
+        of_attention = saved - of_feed_forward if saved else 0
         ledger.give(ACTIVATIONS, self._attention_kept(maps) - of_attention - self.r)  # the sum before the second norm stays a while
         maps.forward("up", h, x + (h if self.gated else 0))
         made = (3 if self.gated else 2) * h + (h if saved and self.gated else 0)

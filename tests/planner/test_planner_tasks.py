@@ -1,4 +1,4 @@
-"""What adapters, pairs, rewards and masks cost, and that every task has figures. The bytes of each are held to the trace beside this."""
+"""What adapters, pairs, rewards and masks cost, and that every task has figures; the trace holds the bytes of each."""
 
 from __future__ import annotations
 
@@ -47,13 +47,18 @@ def test_frozen_weights_keep_no_state_and_send_no_gradients(stage: int) -> None:
     assert held["masters"] == pytest.approx(4 * trained / ranks, rel=1e-3)
     assert held.get("gradients", 0) <= 4 * trained
     small = 1e5 * 2 * 32 * 4  # at ZeRO 3 what is small is whole on every rank
-    assert held["weights"] == pytest.approx(2 * (count + trained) / (8 if stage == 3 else 1), rel=1e-3, abs=small * (stage == 3))
+    assert held["weights"] == pytest.approx(
+        2 * (count + trained) / (8 if stage == 3 else 1), rel=1e-3, abs=small * (stage == 3)
+    )
     if 0 < stage < 3:
         assert speed(run, A100).communication_s < speed(composed(stage, FULL), A100).communication_s / 500
 
 
 def test_beside_adapters_no_gradient_of_a_frozen_weight_is_computed() -> None:
-    every, adapters = (speed(composed(3, FULL, *settings), A100) for settings in ((), ("lora.rank=8", "lora.targets=[qkv, out, gate, up, down]")))
+    every, adapters = (
+        speed(composed(3, FULL, *settings), A100)
+        for settings in ((), ("lora.rank=8", "lora.targets=[qkv, out, gate, up, down]"))
+    )
     assert adapters.parts["matrices"] == pytest.approx(2 / 3 * every.parts["matrices"], rel=1e-6)
     assert 0 < adapters.parts["adapters"] < 0.5 * every.parts["matrices"]
     assert 0.6 < adapters.step_s / every.step_s < 1
@@ -62,14 +67,17 @@ def test_beside_adapters_no_gradient_of_a_frozen_weight_is_computed() -> None:
 
 
 def test_a_pair_is_two_sequences() -> None:
-    (pairs, at), (sequences, as_many) = both(3, FULL, "stage=dpo"), both(3, FULL, "batch.micro_batch_size=4", "batch.global_batch_size=128")
+    (pairs, at), (sequences, as_many) = (
+        both(3, FULL, "stage=dpo"),
+        both(3, FULL, "batch.micro_batch_size=4", "batch.global_batch_size=128"),
+    )
     assert pairs.peak.bytes == pytest.approx(sequences.peak.bytes, rel=0.02)
     assert as_many.tokens_per_s > at.tokens_per_s > 0.9 * as_many.tokens_per_s, "logits are computed once more"
     assert at.parts["attention"] == pytest.approx(as_many.parts["attention"])
 
 
 def test_a_reward_model_has_no_logits() -> None:
-    (rewards, fast), (pairs, slow) = both(3, FULL, "stage=reward"), both(3, FULL, "stage=dpo")
+    (rewards, fast), (_, slow) = both(3, FULL, "stage=reward"), both(3, FULL, "stage=dpo")
     assert "logits and loss" not in rewards.peak.kinds and fast.step_s < slow.step_s
     run = composed(3, "stage=reward").run
     assert trained_parameters(run) == parameters(run.model) - (run.model.vocabulary - 1) * run.model.width
@@ -89,5 +97,7 @@ def test_accumulation_gathers_frozen_weights_again_and_reduces_adapters_alone() 
 
     shapes = Shapes.of(composed(3, FULL, "lora.rank=8"))
     count, trained = parameters(shapes.model), trained_parameters(composed(3, "lora.rank=8").run)
-    once, four = (Network(replace(shapes, accumulation=steps), A100, Constants()).zero(count, trained) for steps in (1, 4))
+    once, four = (
+        Network(replace(shapes, accumulation=steps), A100, Constants()).zero(count, trained) for steps in (1, 4)
+    )
     assert once[0] < once[1] / 500 and [after / before for before, after in zip(once, four, strict=True)] == [4, 4]

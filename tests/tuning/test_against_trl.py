@@ -1,4 +1,4 @@
-"""Our loss of preferences against that of ``trl``: its trainer, on the same model, the same pairs and the same reference."""
+"""Our loss of preferences against that of ``trl``: its trainer, on the same model, pairs and reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def as_transformers_has_it(model: GPT) -> Any:
     config = transformers.GPT2Config.from_dict(config_json(model.config, family, "float32", {}))
     theirs = transformers.GPT2LMHeadModel(config)
     rules = family.layout(model.config).rules
-    weights = {name: part for rule in rules for name, part in zip(rule.theirs, rule.outward(ours[rule.ours].detach()), strict=True)}
+    weights = {
+        name: part
+        for rule in rules
+        for name, part in zip(rule.theirs, rule.outward(ours[rule.ours].detach()), strict=True)
+    }
     assert theirs.load_state_dict(weights, strict=False).unexpected_keys == []
     return theirs
 
@@ -37,14 +41,21 @@ def trainer(model: Any, reference: Any, folder: Path) -> Any:
     """trl's trainer as its users build it; what it is to train on is given to it below."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2, "[E]": 3}, unk_token="[E]"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[E]", pad_token="[E]")
-    options = trl.DPOConfig(str(folder), beta=BETA, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False)
+    options = trl.DPOConfig(
+        str(folder), beta=BETA, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False
+    )
     data = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2)
-    return trl.DPOTrainer(model=model, ref_model=reference, args=options, train_dataset=data, processing_class=tokenizer)
+    return trl.DPOTrainer(
+        model=model, ref_model=reference, args=options, train_dataset=data, processing_class=tokenizer
+    )
 
 
 def as_trl_has_it(inputs_NT: torch.Tensor, targets_NT: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The pairs as its collator makes them: whole sequences, which of their tokens are the answer's, preferred ones first."""
-    ids, answer = torch.nn.functional.pad(inputs_NT, (0, 1)), torch.nn.functional.pad(targets_NT != IGNORE_INDEX, (1, 0))
+    """The pairs as its collator makes them: whole sequences, the preferred ones first, and where the answers are."""
+    ids, answer = (
+        torch.nn.functional.pad(inputs_NT, (0, 1)),
+        torch.nn.functional.pad(targets_NT != IGNORE_INDEX, (1, 0)),
+    )
     ids[answer] = targets_NT[targets_NT != IGNORE_INDEX]
     order = [*range(0, 2 * COUNT, 2), *range(1, 2 * COUNT, 2)]
     last = answer.shape[1] - answer.flip(-1).int().argmax(dim=-1)
@@ -55,7 +66,10 @@ def as_trl_has_it(inputs_NT: torch.Tensor, targets_NT: torch.Tensor) -> dict[str
 @pytest.fixture
 def case(tmp_path: Path) -> tuple[Any, Any, Any, tuple[torch.Tensor, ...]]:
     """The run, our model, trl's trainer of it, and pairs with the log-probabilities of the reference."""
-    corpus = write(tmp_path / "pairs.jsonl", [{**pair, "chosen": pair["chosen"] * (1 + place % 3)} for place, pair in enumerate(pairs())])
+    corpus = write(
+        tmp_path / "pairs.jsonl",
+        [{**pair, "chosen": pair["chosen"] * (1 + place % 3)} for place, pair in enumerate(pairs())],
+    )
     run, dataset = settled(composed("dpo", corpus, [f"preference.beta={BETA}"]).run)
     torch.manual_seed(7)
     model, reference = GPT(run.model), GPT(run.model)
@@ -74,7 +88,12 @@ def test_loss_rewards_and_gradients_are_those_of_trl(case: tuple[Any, Any, Any, 
     (found.loss_sum / COUNT).backward()
     torch.testing.assert_close(found.loss_sum / COUNT, expected, rtol=1e-5, atol=1e-6)
     said = {key: values[0] for key, values in theirs._metrics["train"].items()}
-    for ours, name in (("reward_chosen", "chosen"), ("reward_rejected", "rejected"), ("reward_margin", "margins"), ("accuracy", "accuracies")):
+    for ours, name in (
+        ("reward_chosen", "chosen"),
+        ("reward_rejected", "rejected"),
+        ("reward_margin", "margins"),
+        ("accuracy", "accuracies"),
+    ):
         assert found.metrics[ours].item() / COUNT == pytest.approx(said[f"rewards/{name}"], rel=1e-4, abs=1e-5), name
     gradients = {name: parameter.grad for name, parameter in theirs.model.named_parameters()}
     for rule in family_of(run.model).layout(run.model).rules:
@@ -83,7 +102,9 @@ def test_loss_rewards_and_gradients_are_those_of_trl(case: tuple[Any, Any, Any, 
             torch.testing.assert_close(part, gradients[name], rtol=1e-4, atol=1e-6)
 
 
-def test_label_smoothing_is_the_expectation_over_which_answer_is_preferred(case: tuple[Any, Any, Any, tuple[torch.Tensor, ...]]) -> None:
+def test_label_smoothing_is_the_expectation_over_which_answer_is_preferred(
+    case: tuple[Any, Any, Any, tuple[torch.Tensor, ...]],
+) -> None:
     """cDPO, which trl has no name for: its loss of the pairs as they are, and of the pairs the other way round."""
     run, model, theirs, (inputs, targets, before) = case
     smoothed = run.model_copy(update={"preference": run.preference.model_copy(update={"label_smoothing": 0.2})})

@@ -82,7 +82,9 @@ def test_keys_and_queries_of_llama_share_a(folder: Path, tmp_path: Path) -> None
     at = "base_model.model.model.layers.1.self_attn.{}_proj.lora_{}.weight"
     a, b = zip(*((held[at.format(kind, "A")], held[at.format(kind, "B")]) for kind in "qkv"), strict=True)
     assert all(torch.equal(other, a[0]) for other in a) and [len(rows) for rows in b] == [32, 16, 16]
-    ours, base = (find_saved_model(folder / "llama" / name).load().blocks[1].attention.qkv for name in ("adapters", "base"))
+    ours, base = (
+        find_saved_model(folder / "llama" / name).load().blocks[1].attention.qkv for name in ("adapters", "base")
+    )
     change = adapter_weight(a[0], torch.cat(b), 6 / 2)
     # Sums of squares do not mind the order of the rows, which is what the logits hold.
     torch.testing.assert_close(change.square().sum(), (ours.weight - base.weight).square().sum(), rtol=1e-4, atol=0)
