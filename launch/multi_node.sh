@@ -4,22 +4,34 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--master_addr A] [--master_port P]
-                            [--launcher pdsh|openmpi|mpich|impi|mvapich|slurm] [--dry-run] [--] [arguments of ds_gpt/train.py]
+usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--interface NAME] [--master_addr A]
+                            [--master_port P] [--doctor[=only]] [--dry-run] [--] [arguments of ds_gpt/train.py]
 
   --hostfile FILE   one machine a line, "name slots=GPUS"; see launch/hostfile.example
   --num_nodes N     use the first N machines of the hostfile (default: all)
   --num_gpus N      use the first N GPUs of each machine (default: all slots)
-  --master_addr A   address of the first machine (default: asked from it over ssh)
+  --interface NAME  network interface that the ranks talk over, the same name on every machine: sets NCCL_SOCKET_IFNAME
+                    and GLOO_SOCKET_IFNAME, and they meet at its address (default: NCCL and gloo choose)
+  --master_addr A   address of the first machine (default: of --interface, else the first that `hostname -I` says there)
   --master_port P   port of the rendezvous there (default: 29500; a second job on that machine needs another)
-  --launcher L      how to reach the machines (default: pdsh, which runs over ssh)
-  --dry-run         print the command and stop
+  --doctor          check the machines and their network first (`ds-gpt doctor` on every rank), and train only where
+                    there is no problem; --doctor=only stops there
+  --dry-run         print the command, and what is passed on, and stop
 
 The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
 Every machine needs passwordless ssh, this repository and the same environment at the same paths, and the folder
 that this is started from. Run folders belong on a shared file system.
 
+  launch/multi_node.sh --hostfile hostfile --doctor=only
   launch/multi_node.sh --hostfile hostfile --config ds_configs/runs/gpt2_1558m.yaml --deepspeed_config ds_configs/zero3.json
+
+Passed on to every machine: variables of this shell that begin with NCCL_, GLOO_, TORCH_, TORCHINDUCTOR_, TRITON_,
+DEEPSPEED_, DS_, HF_, OMP_, TIKTOKEN_ or UCX_, LD_LIBRARY_PATH, XDG_CACHE_HOME, CUDA_DEVICE_MAX_CONNECTIONS, and the
+lines NAME=VALUE of ~/.deepspeed_env and ./.deepspeed_env, which win.
+
+Ctrl-C (or SIGTERM): every rank finishes its step and saves, for which the launcher gives them 30 s; the status is 1.
+A machine that is lost ends the run on the others: at once where it says so, else after health.hang_timeout_s. Take it
+out of the hostfile and go on with --resume.
 TEXT
 }
 
@@ -35,15 +47,23 @@ require_number() { # option, value, greatest
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-hostfile="" num_nodes="" num_gpus="" master_addr="" master_port=29500 launcher=pdsh dry_run=false
+hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 doctor=no dry_run=false
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
         --dry-run) dry_run=true ;;
-        --hostfile=* | --num_nodes=* | --num_gpus=* | --master_addr=* | --master_port=* | --launcher=*)
+        --doctor) doctor=first ;;
+        --doctor=only) doctor=only ;;
+        --launcher | --launcher=*)
+            fail "$1: only pdsh is left to choose" "the ranks of DeepSpeed's other launchers are not told who they are, and each would train alone" "leave it out; under Slurm use launch/slurm.sbatch"
+            ;;
+        --restarts | --restarts=*)
+            fail "$1 is for one machine" "which machines are left to go on with is not this script's to say" "take lost ones out of the hostfile and pass --resume; under Slurm a job that lost a node is queued again by itself"
+            ;;
+        --hostfile=* | --num_nodes=* | --num_gpus=* | --interface=* | --master_addr=* | --master_port=*)
             set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue
             ;;
-        --hostfile | --num_nodes | --num_gpus | --master_addr | --master_port | --launcher)
+        --hostfile | --num_nodes | --num_gpus | --interface | --master_addr | --master_port)
             (($# > 1)) && [[ -n "$2" ]] || fail "$1 has no value" "one must follow it" "see launch/multi_node.sh --help"
             printf -v "${1#--}" '%s' "$2"
             shift
@@ -62,7 +82,7 @@ require_number --master_port "$master_port" 65535
 [[ -f "$hostfile" && -r "$hostfile" ]] ||
     fail "the hostfile '$hostfile' does not exist or cannot be read" "DeepSpeed would train on this machine alone, in silence" "check the path; launch/hostfile.example shows the format"
 declare -A slots_of=()
-number=0 least_slots=""
+names=() number=0 least_slots=""
 while IFS= read -r line || [[ -n "$line" ]]; do
     number=$((number + 1))
     [[ "$line" =~ ^[[:space:]]*(#|$) ]] && continue
@@ -70,35 +90,103 @@ while IFS= read -r line || [[ -n "$line" ]]; do
         fail "$hostfile:$number: '$line' is not 'name slots=GPUS'" "the number of ranks follows from the slots" "for example: node1 slots=8"
     host="${BASH_REMATCH[1]}" slots="${BASH_REMATCH[2]}"
     [[ -z "${slots_of[$host]:-}" ]] || fail "$hostfile:$number: the machine '$host' stands there twice" "its GPUs would get two ranks each" "keep one line per machine"
-    slots_of[$host]="$slots"
+    slots_of[$host]="$slots" names+=("$host")
     [[ -n "$least_slots" ]] && ((least_slots <= slots)) || least_slots="$slots"
 done <"$hostfile"
-hosts="${#slots_of[@]}"
+hosts="${#names[@]}"
 ((hosts > 0)) || fail "the hostfile '$hostfile' names no machine" "there is nowhere to train" "add lines like: node1 slots=8"
 [[ -z "$num_nodes" ]] || ((num_nodes <= hosts)) ||
     fail "--num_nodes $num_nodes, but '$hostfile' names $hosts machine(s)" "each node must be in the hostfile" "add machines to it, or use --num_nodes $hosts"
 [[ -z "$num_gpus" ]] || ((num_gpus <= least_slots)) ||
     fail "--num_gpus $num_gpus, but a machine of '$hostfile' has $least_slots slot(s)" "two ranks would share a GPU" "use --num_gpus $least_slots or less"
 
+names=("${names[@]:0:${num_nodes:-$hosts}}")
+
 # pdsh joins the words into one line for the remote shell, which reads it anew: $HOME, a quote or a semicolon in an
 # argument would mean something else there. DeepSpeed quotes blanks and nothing more.
 for argument in "$@"; do
-    [[ "$launcher" != pdsh || ! "$argument" =~ [\$\`\"\'\\\;\&\|\<\>\(\)\{\}\*\?\!\#\~] ]] ||
+    [[ ! "$argument" =~ [\$\`\"\'\\\;\&\|\<\>\(\)\{\}\*\?\!\#\~] ]] ||
         fail "the argument '$argument' holds a character that the remote shells would interpret" "pdsh hands them one line of text, not a list of arguments" "write the value into a run YAML and pass that with --config"
 done
 
+# The environment of the ranks. sshd starts with an empty one, and DeepSpeed by itself passes on little of this one:
+# NCCL_* from a machine with GPUs, PYTHON*, UCX*, and what is in its file of variables, at which an empty line is an error.
+if [[ -n "$interface" ]]; then
+    export NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface"
+fi
+passed=()
+pass_on() { # NAME=VALUE, where it is from
+    [[ "$1" =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || fail "$2: '$1' is not NAME=VALUE" "it is to be set on every machine" "correct it"
+    [[ ! "$1" =~ [\$\`\"\\]|$'\n' ]] || fail "$2: '$1' holds a character that the remote shells would interpret" "it is to be set on every machine" "set it in the shell's start-up file of each"
+    passed+=("$1")
+}
+while IFS= read -r name; do
+    [[ "$name" =~ ^(NCCL|GLOO|TORCH|TORCHINDUCTOR|TRITON|DEEPSPEED|DS|HF|OMP|TIKTOKEN|UCX)_|^(LD_LIBRARY_PATH|XDG_CACHE_HOME|CUDA_DEVICE_MAX_CONNECTIONS)$ ]] || continue
+    [[ "$name" == DS_ENV_FILE || -z "${!name}" ]] || pass_on "$name=${!name}" "the environment"
+done < <(compgen -e)
+variables="${DS_ENV_FILE:-.deepspeed_env}" # where DeepSpeed looks for them
+if [[ "$variables" == /* ]]; then files=("$variables"); else files=("$HOME/$variables" "./$variables"); fi
+for file in "${files[@]}"; do
+    [[ -f "$file" ]] || continue
+    # shellcheck disable=SC2094  # its name is told, nothing is written
+    while IFS= read -r line || [[ -n "$line" ]]; do
+        [[ "$line" =~ ^[[:space:]]*(#|$) ]] || pass_on "$line" "$file"
+    done <"$file"
+done
+
 # --force_multi: even a hostfile of one machine is reached over ssh, and the launcher forwards signals only there.
-command=(deepspeed --hostfile "$hostfile" --force_multi --launcher "$launcher" --num_nodes "${num_nodes:-$hosts}")
-[[ -z "$num_gpus" ]] || command+=(--num_gpus "$num_gpus")
-[[ -z "$master_addr" ]] || command+=(--master_addr "$master_addr")
-command+=(--master_port "$master_port" "$repository/ds_gpt/train.py" "$@")
+make_command() { # doctor or train, arguments of training
+    command=(deepspeed --hostfile "$hostfile" --force_multi --launcher pdsh --num_nodes "${#names[@]}")
+    [[ -z "$num_gpus" ]] || command+=(--num_gpus "$num_gpus")
+    [[ -z "$master_addr" ]] || command+=(--master_addr "$master_addr")
+    command+=(--master_port "$master_port")
+    if [[ "$1" == doctor ]]; then command+=(--module ds_gpt "$@"); else command+=("$repository/ds_gpt/train.py" "${@:2}"); fi
+}
+parts=()
+[[ "$doctor" == no ]] || parts+=(doctor)
+[[ "$doctor" == only ]] || parts+=(train)
+
 if $dry_run; then
-    printf '%q ' "${command[@]}" && echo
+    [[ -z "$interface" || -n "$master_addr" ]] || echo "they meet at the address of $interface on ${names[0]}" >&2
+    ((${#passed[@]} == 0)) || printf 'passed on: %s\n' "${passed[@]}" >&2
+    for part in "${parts[@]}"; do
+        make_command "$part" "$@"
+        printf '%q ' "${command[@]}" && echo
+    done
     exit 0
 fi
 
 command -v deepspeed >/dev/null ||
     fail "the command 'deepspeed' is not on PATH" "it reaches the machines and starts the ranks" "activate the virtual environment, or pip install -e $repository"
-[[ "$launcher" != pdsh ]] || command -v pdsh >/dev/null ||
-    fail "the command 'pdsh' is not on PATH" "DeepSpeed reaches the machines with it" "install it (apt install pdsh), or use --launcher openmpi"
+command -v pdsh >/dev/null ||
+    fail "the command 'pdsh' is not on PATH" "DeepSpeed reaches the machines with it" "install it (apt install pdsh); without it start torchrun on each machine, as the README shows"
+
+# A password prompt would wait unseen. A machine that is gone says nothing: without keepalives ssh, and with it the
+# launcher, would wait for it long after the ranks on the others have ended.
+export PDSH_RCMD_TYPE=ssh
+export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:+$PDSH_SSH_ARGS_APPEND }-o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+everywhere="$(IFS=, && echo "${names[*]}")"
+# All of them before any rank starts: those that do would wait half an hour for one that doesn't.
+said="$(pdsh -S -f 1024 -w "$everywhere" "cd '$PWD' && test -r '$repository/ds_gpt/train.py' && test -x '$(command -v deepspeed)'" 2>&1)" ||
+    fail "not every machine can start the run${said:+:
+$said}" "each is reached over ssh, and needs this folder, '$repository' and '$(command -v deepspeed)'" "see that ssh -o BatchMode=yes NAME works, and that these are there"
+if [[ -n "$interface" && -z "$master_addr" ]]; then
+    said="$(pdsh -S -N -w "${names[0]}" "ip -4 -o addr show dev '$interface'" 2>&1)" || true
+    [[ "$said" =~ inet\ ([0-9.]+) ]] ||
+        fail "${names[0]} has no interface '$interface' with an IPv4 address${said:+: $said}" "the ranks meet at it" "see: ssh ${names[0]} ip addr; or pass --master_addr"
+    master_addr="${BASH_REMATCH[1]}"
+fi
+
+# The variables, as a file that is gone when it has been read.
+file="$(mktemp)"
+((${#passed[@]} == 0)) || printf '%s\n' "${passed[@]}" >"$file"
+exec 9<"$file"
+rm "$file"
+export DS_ENV_FILE=/proc/self/fd/9 PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+make_command doctor "$@"
+case "$doctor" in
+    first) "${command[@]}" || exit ;;
+    only) exec "${command[@]}" ;;
+esac
+make_command train "$@"
 exec "${command[@]}" # signals go straight to the launcher, which passes them on to every machine

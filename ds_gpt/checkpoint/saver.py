@@ -79,7 +79,7 @@ class Saver:
             except OSError as error:
                 failure = error
         self._agree(state.step, failure)  # also: the folder exists now for every rank
-        tensors = snapshot(self._engine.pieces(), ranks.rank, ranks.world_size)
+        tensors = snapshot(self._engine.pieces())
         partial = partial_of(self._checkpoints, state.step)
         written = self._thread.submit(write_shard, partial, ranks.rank, tensors)
         content = {**asdict(state), **facts, **self._engine.state_facts()}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -19,9 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_gpt.engine.state import WEIGHT, Piece
+from ds_gpt.engine.state import WEIGHT, Columns, Piece
 
 SHARD_PATTERN = "rank_*.safetensors"
+
+# kind:start:parameter, or kind:start[first+count/of]:parameter where the piece is in some columns of the parameter
+_KEY = re.compile(r"(?P<kind>[^:]+):(?P<start>\d+)(?:\[(\d+)\+(\d+)/(\d+)\])?:(?P<parameter>.+)")
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,18 @@ def shard_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def snapshot(pieces: Iterable[Piece], rank: int, world_size: int) -> dict[str, Tensor]:
+def snapshot(pieces: Iterable[Piece]) -> dict[str, Tensor]:
     """Host copies of what this rank is to write, so that training may go on meanwhile.
 
-    Of what every rank keeps whole, each rank writes every `world_size`-th piece.
+    Of the ranks that keep the same piece one writes it; which one, the parameter's name says.
     """
     tensors = {}
-    for index, piece in enumerate(pieces):
-        if piece.replicated and index % world_size != rank:
+    for piece in pieces:
+        if piece.second or zlib.crc32(piece.parameter.encode()) % piece.copies != piece.copy:
             continue
         for kind, tensor in piece.tensors.items():
-            tensors[piece_key(piece.parameter, kind, piece.start)] = tensor.detach().to("cpu", copy=True)
+            key = piece_key(piece.parameter, kind, piece.start, piece.columns)
+            tensors[key] = tensor.detach().to("cpu", copy=True)
     return tensors
 
 
@@ -80,24 +86,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_Entry = tuple[int, int, object, str]  # first element, one past the last, open file, key
+
+
 class ShardReader:
     """Reads any elements of any parameter out of the files of all ranks, whatever wrote them.
 
-    Only what is asked for is read: no rank ever holds more than the piece it is filling.
+    Only what is asked for is read: no rank ever holds more than the piece it is filling, or, where that is of a matrix
+    whose columns lie elsewhere in the files, the rows that it is in.
     """
 
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
-        # (parameter, kind) to (first element, one past the last, open file, key)
-        self._index: dict[tuple[str, str], list[tuple[int, int, object, str]]] = defaultdict(list)
+        # (parameter, kind) to the columns that were together to what there is of them
+        self._index: dict[tuple[str, str], dict[Columns | None, list[_Entry]]] = defaultdict(lambda: defaultdict(list))
         for path in sorted(folder.glob(SHARD_PATTERN)):
             file = self._files.enter_context(safe_open(path, framework="pt"))
             for key in file.keys():
-                parameter, kind, start = _parse(key)
+                parameter, kind, start, columns = _parse(key)
                 (numel,) = file.get_slice(key).get_shape()
-                self._index[parameter, kind].append((start, start + numel, file, key))
-        for found in self._index.values():
-            found.sort(key=lambda entry: entry[0])
+                self._index[parameter, kind][columns].append((start, start + numel, file, key))
+        for shares in self._index.values():
+            for entries in shares.values():
+                entries.sort(key=lambda entry: entry[0])
 
     def __enter__(self) -> ShardReader:
         return self
@@ -115,20 +126,49 @@ class ShardReader:
 
     def numel(self, parameter: str) -> int:
         """Elements of a parameter; 0 where it is not known."""
-        entries = self._index.get((parameter, WEIGHT))
-        return max(last for _, last, _, _ in entries) if entries else 0
+        shares = self._index.get((parameter, WEIGHT), {})
+        ends = ((columns, max(last for _, last, _, _ in entries)) for columns, entries in shares.items())
+        return max((last if columns is None else last // columns.count * columns.of for columns, last in ends), default=0)
 
-    def read(self, parameter: str, kind: str, start: int, numel: int) -> Tensor | None:
+    def read(self, parameter: str, kind: str, start: int, numel: int, columns: Columns | None = None) -> Tensor | None:
         """`numel` elements of a flattened parameter from `start`, fp32; None where the optimizer had no such state.
+
+        With `columns`, the elements are those of these columns alone, flattened.
 
         Raises:
             ValueError: elements are missing, or the parameter is not known.
         """
-        entries = self._index.get((parameter, kind))
-        if entries is None:
+        shares = self._index.get((parameter, kind))
+        if shares is None:
             if kind == WEIGHT:
                 raise ValueError(f"there is no parameter '{parameter}'")
             return None
+        if columns in shares:
+            return self._read(parameter, kind, start, numel, columns)
+        of = columns.of if columns else next(share.of for share in shares if share)
+        width = columns.count if columns else of
+        first = start // width
+        rows = self._rows(parameter, kind, first, -(-(start + numel) // width) - first, of)
+        wanted = rows[:, columns.first : columns.first + columns.count] if columns else rows
+        return wanted.flatten()[start - first * width :][:numel]
+
+    def _rows(self, parameter: str, kind: str, first: int, count: int, width: int) -> Tensor:
+        """Whole rows of a matrix, (count, width), whichever columns were together."""
+        shares = self._index[parameter, kind]
+        if None in shares:
+            return self._read(parameter, kind, first * width, count * width, None).view(count, width)
+        together = sorted(columns for columns in shares if columns)
+        if [columns.first for columns in together] + [width] != [0] + [columns.first + columns.count for columns in together]:
+            raise ValueError(f"{kind} of '{parameter}' lacks columns: of {width}, there are {together}")
+        parts = [
+            self._read(parameter, kind, first * columns.count, count * columns.count, columns).view(count, -1)
+            for columns in together
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _read(self, parameter: str, kind: str, start: int, numel: int, columns: Columns | None) -> Tensor:
+        """Elements of columns that were together."""
+        entries = self._index[parameter, kind][columns]
         result, filled, end = torch.empty(numel), start, start + numel
         for first, last, file, key in entries:
             if first > filled or filled == end:
@@ -142,11 +182,15 @@ class ShardReader:
         return result
 
 
-def piece_key(parameter: str, kind: str, start: int) -> str:
+def piece_key(parameter: str, kind: str, start: int, columns: Columns | None = None) -> str:
     """Name of a piece in a rank's file."""
-    return f"{kind}:{start}:{parameter}"
+    of_columns = f"[{columns.first}+{columns.count}/{columns.of}]" if columns else ""
+    return f"{kind}:{start}{of_columns}:{parameter}"
 
 
-def _parse(key: str) -> tuple[str, str, int]:
-    kind, start, parameter = key.split(":", 2)
-    return parameter, kind, int(start)
+def _parse(key: str) -> tuple[str, str, int, Columns | None]:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"'{key}' names no piece of a parameter")
+    kind, start, first, count, of, parameter = match.groups()
+    return parameter, kind, int(start), Columns(int(first), int(count), int(of)) if first else None

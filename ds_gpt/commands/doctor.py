@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         allow_abbrev=False,
     )
     add_config_arguments(parser)
-    parser.add_argument("--run-dir", metavar="DIR", default="runs", help="where the run will be (default: runs)")
+    parser.add_argument("--run-dir", metavar="DIR", help="where the run will be (default: in runs)")
+    parser.add_argument(
+        "--resume", metavar="PATH", nargs="?", const="auto", help="as of training: its files are checked where none are given"
+    )
     parser.add_argument(
         "--deadline", metavar="S", type=float, default=60.0, help="seconds that a rank is waited for (default: 60)"
     )
@@ -38,28 +41,27 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
 def run(options: argparse.Namespace) -> None:
     """Check, print and exit. Raises ConfigError on bad input."""
     from ds_gpt.config import ConfigError, Problem, load
-    from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
     from ds_gpt.engine.ranks import Ranks
     from ds_gpt.trainer.preflight_ranks import preflight
+    from ds_gpt.trainer.start import configuration
 
     if not 0 < options.deadline < 86400:
         raise ConfigError(Problem(f"--deadline {options.deadline:g} is not a time to wait", fix="give seconds, up to a day"))
     ranks = Ranks.from_environment()
-    files = (options.config or DEFAULT_RUN, options.deepspeed_config or DEFAULT_DEEPSPEED)
+    files = configuration(options.config, options.deepspeed_config, options.overrides, options.run_dir, options.resume)
     composed = load(*files, ranks.hardware(), options.overrides)
 
     def report(checks: Sequence[Check]) -> None:
         print(as_json(checks) if options.json else text(checks, ranks), flush=True)
 
-    failed = preflight(ranks, composed.run, Path(options.run_dir), options.deadline, report)
+    failed = preflight(ranks, composed, Path(options.run_dir or "runs"), options.deadline, report)
     sys.stdout.flush()
     os._exit(int(failed))  # not by returning: a collective that failed may have left a thread that waits
 
 
 def text(checks: Sequence[Check], ranks: Ranks) -> str:
     """The checks as a person reads them."""
-    nodes = ranks.world_size // ranks.local_world_size
-    lines = [f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}", ""]
+    lines = [f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}, {ranks.local_world_size} on this node", ""]
     width = max(len(check.name) for check in checks)
     for check in checks:
         lines.append(f"{check.verdict:<7}  {check.name:<{width}}  {check.saw}")

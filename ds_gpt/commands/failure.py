@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import sys
 import time
 import traceback
@@ -16,13 +18,20 @@ from ds_gpt.trainer.out_of_memory import OutOfMemory
 # The launchers look for a dead rank once a second and then end the others: by SIGTERM, which a rank in the midst of
 # training takes for a request to save, and deepspeed's after 30 s more by SIGKILL.
 _PATIENCE_S = 35
+# A launcher sees to its own node alone: the first rank of another one speaks for it, if no job manager was quicker.
+_NODE_PATIENCE_S = 5
+
+# What gloo, NCCL and the store between the ranks say of one that is gone. Without gloo's source line and its advice.
+_GONE = "onnection (?:reset|closed) by peer|onnection timed out|onnection was likely closed|Broken pipe|No route to host|remote process exit"
+_LOST = re.compile(rf"(?:\[\S+:\d+\] )?(?P<words>[^\n]*(?:{_GONE}).*?)(?:\. This is typically|\n|$)")
 
 
 def run_or_fail(function: Callable[[], None]) -> None:
     """Call `function`; on an error print it, and exit with status 2 where a person has to see to it, else 1, which a restart may mend.
 
-    Most errors happen on every rank at once. The first rank speaks; the others wait to be ended by the launcher, and
-    speak only if they are still there, because then theirs is an error that the first rank does not have.
+    Most errors happen on every rank at once. The first rank speaks, a little later the first of each other node; the
+    others wait to be ended by the launcher, and speak only if they are still there, because then theirs is an error that
+    the first rank does not have.
     """
     try:
         function()
@@ -32,7 +41,9 @@ def run_or_fail(function: Callable[[], None]) -> None:
         os._exit(130)
     except OutOfMemory as error:
         _fail(str(error))
-    except Exception:
+    except Exception as error:
+        if lost := _of_a_lost_rank(error):
+            _fail(lost, patience_s=0)
         _fail(traceback.format_exc())
 
 
@@ -49,10 +60,22 @@ def print_or_fail(function: Callable[[], None]) -> None:
     run_or_fail(printed)
 
 
-def _fail(message: str, status: int = 1) -> NoReturn:
+def _of_a_lost_rank(error: Exception) -> str | None:
+    """What to say where a rank, or its host, is gone, which is no error of this one; None where that is not the reason."""
+    found = _LOST.search(str(error)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    return (
+        f"ds_gpt: on {platform.node()}: the connection to another rank is lost: {found['words']}\n"
+        "why: that rank has ended, or its host or the network has; no step can be taken without it\n"
+        "do:  look for what was said there last; then go on with --resume, on the hosts that are left if need be"
+    )
+
+
+def _fail(message: str, status: int = 1, patience_s: float = _NODE_PATIENCE_S) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
-        time.sleep(_PATIENCE_S)
+        time.sleep(patience_s if os.environ.get("LOCAL_RANK") == "0" else _PATIENCE_S)
         message = f"rank {rank}: {message}"
     with contextlib.suppress(OSError):  # nobody reads any more: the status tells
         print(message, file=sys.stderr, flush=True)

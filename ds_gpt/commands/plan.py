@@ -14,6 +14,7 @@ from ds_gpt.commands.failure import print_or_fail
 from ds_gpt.config.shipped import DEFAULT_RUN, SHIPPED
 
 if TYPE_CHECKING:
+    from ds_gpt.config import ParallelConfig
     from ds_gpt.planner.devices import Device
     from ds_gpt.planner.search import Candidate
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("--device-file", metavar="YAML", help="more devices, in the form of ds_gpt/planner/devices.yaml")
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many of them (default: 8)")
     for name, what in (("tensor", "that share each matrix"), ("pipeline", "that share the blocks"), ("sequence", "that share each sequence")):
-        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"devices {what} (default: 1; on paper only)")
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"devices {what} (default: the run's parallel.{name})")
     parser.add_argument("--search", action="store_true", help="also over tensor, pipeline and sequence degrees, and over the devices whose price is known")
     parser.add_argument("--price", type=float, metavar="X", help="USD of one device for an hour (default: the list price, where one is known)")
     parser.add_argument("--why", action="store_true", help="explain each setting that does not fit")
@@ -57,8 +58,7 @@ def plan(options: argparse.Namespace) -> None:
     device = devices.device_named(options.device, known)
     gpu_only = _JSONS if device.kind == "cuda" else _JSONS[:4]  # on a CPU what is offloaded stays where it was
     paths = [str(SHIPPED / f"{name}.json") for name in gpu_only] if options.deepspeed_config == "all" else [options.deepspeed_config]
-    asked = degrees.Degrees(options.tensor, options.pipeline, options.sequence)
-    degrees.check(asked, search.composed(options.config, paths[0], device.hardware(1), options.overrides).run.model, options.devices)
+    asked = _asked(options, paths[0])
     found = search.candidates(options.config, paths, device, options.devices, options.overrides, [asked])
     if options.search and asked == degrees.ALONE:
         model = found[0].shapes.model
@@ -75,9 +75,30 @@ def plan(options: argparse.Namespace) -> None:
         return
     show(found, device, known, paths, options)
     if options.trace:
-        if best.on_paper:
-            raise ConfigError(Problem(f"--trace: {best.degrees} is on paper only", "the trace runs ds_gpt's own engine, which is data parallel", "leave the degrees out"))
+        if best.on_paper or best.shapes.pipeline > 1:
+            raise ConfigError(
+                Problem(
+                    f"--trace: {best.degrees} at ZeRO {best.shapes.stage}", "the trace runs ds_gpt's own engine, as one rank of a group that does not exist; "
+                    "a pipeline's stages wait for each other", "leave the degrees out, or take tensor and sequence alone",
+                )
+            )  # fmt: skip
         show_trace(best, device, options)
+
+
+def _asked(options: argparse.Namespace, deepspeed_config: str) -> ParallelConfig:
+    """The run's degrees, or those of the command line.
+
+    Raises:
+        ConfigError: one that is no number of devices.
+    """
+    from ds_gpt.config import ConfigError, Problem
+    from ds_gpt.planner.degrees import stated
+
+    given = {name: size for name in ("tensor", "pipeline", "sequence") if (size := getattr(options, name)) is not None}
+    problems = [Problem(f"--{name} {size} is not a number of devices", fix="give 1 or more") for name, size in given.items() if size < 1]
+    if problems:
+        raise ConfigError(problems)
+    return stated(options.config, deepspeed_config, options.overrides).model_copy(update=given)
 
 
 def show(found: list[Candidate], device: Device, known: dict[str, Device], paths: list[str], options: argparse.Namespace) -> None:
@@ -85,7 +106,7 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
     from ds_gpt.planner import report, search
 
     best = search.recommended(found)
-    composed = search.composed(options.config, paths[0], device.hardware(1), options.overrides)
+    composed = search.composed(options.config, paths[0], device.hardware(1), [*options.overrides, *search.WITHOUT_DEGREES])
     training = composed.run
     steps = training.training.steps
     print(f"{options.config} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}")
@@ -151,7 +172,8 @@ def write(path: Path, candidate: Candidate, device: Device, options: argparse.Na
     if not candidate.fits:
         raise ConfigError(Problem(f"--write {path}: nothing fits", "there is no setting to write", "plan without --write to see what is short"))
     if candidate.on_paper:
-        raise ConfigError(Problem(f"--write {path}: {candidate.degrees} is on paper only", "ds_gpt trains data parallel", "leave the degrees out"))
+        where = f"--write {path}: {candidate.degrees} at ZeRO {candidate.shapes.stage} is on paper only"
+        raise ConfigError(Problem(where, "ds_gpt does not train with this combination", "other degrees, or another stage"))
     composed = load(options.config, candidate.deepspeed_config, device.hardware(options.devices), _settings(candidate, options))
     values = {key: value for key, value in composed.stated.items() if value is not None}
     values["train_micro_batch_size_per_gpu"] = candidate.shapes.micro_batch

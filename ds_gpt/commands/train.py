@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,6 +37,9 @@ def parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
     """Parse the command line and train; ends the process, with status 2 on bad input and 1 on any other error."""
+    # A launcher that leaves it to the ranks started them without. Until they train, and can save, it is to end them.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_or_fail(lambda: train(parser(prog).parse_args(arguments)))
     # Not by returning: gloo's threads may still be freeing the last collective's tensors, and one that asks for the
     # interpreter while it shuts down aborts the process, so that a run that ended well is reported as failed.
@@ -111,6 +115,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     from ds_gpt.config.parse import with_vocabulary
     from ds_gpt.data.rows import Rows
     from ds_gpt.data.stages import needed_vocabulary, prepare_stage
+    from ds_gpt.engine.grid import said_apart
     from ds_gpt.trainer.out_of_memory import check_host_memory
     from ds_gpt.trainer.start import configuration
 
@@ -121,8 +126,10 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
         composed = replace(composed, run=started_from(composed.run, initial))
     dataset = prepare_stage(composed.run)
     run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
+    apart = said_apart(run.parallel, [rank // ranks.local_world_size for rank in range(ranks.world_size)])
+    notes = (*composed.notes, *dataset.notes, *filter(None, [apart]))
     item_tokens = dataset.train.item_tokens if isinstance(dataset.train, Rows) else None
-    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes), item_tokens=item_tokens)
+    composed = replace(composed, run=run, notes=notes, item_tokens=item_tokens)
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial

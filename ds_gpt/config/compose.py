@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_gpt.config.batch import settle_batch, stated_number
 from ds_gpt.config.checks import deepspeed_problems, run_problems
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS, is_deepspeed, key_problems
 from ds_gpt.config.errors import ConfigError, Problem
 from ds_gpt.config.files import ConfigFile, flatten, lay_over, read_deepspeed_json, read_run_yaml
 from ds_gpt.config.hardware import Hardware, Precision
-from ds_gpt.config.parallel import ParallelConfig, parallel_problems
+from ds_gpt.config.parallel import ParallelConfig, beside_problems, parallel_notes, parallel_problems
 from ds_gpt.config.parse import parse_run, sound_sections
 from ds_gpt.config.run import BatchConfig, OptimizerConfig, RunConfig
 
@@ -122,25 +123,20 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
     problems += _disagreements(run_file, sections.get("batch"), sections.get("optimizer"), deepspeed_file)
     micro_batch_size = accumulation_steps = 0
     parallel = sections.get("parallel", ParallelConfig())
-    stage = deepspeed_file.get("zero_optimization.stage") or 0
-    impossible = parallel_problems(parallel, sections.get("model"), stage, hardware.world_size)
+    impossible = parallel_problems(parallel, sections.get("model"), deepspeed_file.get("zero_optimization.stage") or 0, hardware.world_size)
     problems += impossible
     if "batch" in sections and not impossible:
         ranks = hardware.world_size // parallel.product
-        micro_batch_size, accumulation_steps, batch_problems = _batch(sections["batch"], deepspeed_file, ranks)
+        micro_batch_size, accumulation_steps, batch_problems = settle_batch(sections["batch"], deepspeed_file, ranks)
         problems += batch_problems
     try:
         run = parse_run(run_file)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
+    problems += beside_problems(run, deepspeed_file)
     if problems:
         raise ConfigError(problems)
     return _fill(run_file, run, deepspeed_file, hardware, micro_batch_size, accumulation_steps)
-
-
-def _number(deepspeed: ConfigFile, key: str) -> Any:
-    value = deepspeed.get(key)
-    return None if value == "auto" else value
 
 
 def _disagreements(run_file: ConfigFile, batch: BatchConfig | None, optimizer: OptimizerConfig | None, deepspeed: ConfigFile) -> list[Problem]:
@@ -155,14 +151,14 @@ def _disagreements(run_file: ConfigFile, batch: BatchConfig | None, optimizer: O
     if optimizer and optimizer.name == "adamw":
         twice += [("optimizer.params.betas", "optimizer.betas", list(optimizer.betas)), ("optimizer.params.eps", "optimizer.eps", optimizer.eps)]
     problems = []
-    stated_type = _number(deepspeed, "optimizer.type")
+    stated_type = stated_number(deepspeed, "optimizer.type")
     if optimizer and stated_type is not None and str(stated_type).lower() != optimizer.name:
         problems.append(_disagreement(run_file, deepspeed, "optimizer.type", stated_type, "optimizer.name", optimizer.name))
     for json_key, run_key, value in twice:
-        stated = _number(deepspeed, json_key)
+        stated = stated_number(deepspeed, json_key)
         if stated is not None and stated != value:
             problems.append(_disagreement(run_file, deepspeed, json_key, stated, run_key, value))
-    if _number(deepspeed, "scheduler") is not None:
+    if stated_number(deepspeed, "scheduler") is not None:
         problems.append(
             Problem(
                 f"scheduler ({deepspeed.where('scheduler')}) is stated in the DeepSpeed config",
@@ -179,63 +175,6 @@ def _disagreement(run_file: ConfigFile, deepspeed: ConfigFile, json_key: str, st
         "the run config owns this number; two that differ would make the result depend on who wins",
         "drop that --set" if deepspeed.where(json_key) == "--set" else f'delete it at {deepspeed.where(json_key)}, or write "auto"',
     )
-
-
-def _batch(batch: BatchConfig, deepspeed: ConfigFile, ranks: int) -> tuple[int, int, list[Problem]]:
-    """Micro-batch and accumulation steps with micro x accumulation x data-parallel ranks = global batch."""
-    total = batch.global_batch_size
-    micro: Any = batch.micro_batch_size
-    if micro == "auto":
-        micro = _number(deepspeed, "train_micro_batch_size_per_gpu")
-    accumulation: Any = _number(deepspeed, "gradient_accumulation_steps")
-    wrong = [
-        Problem(f"{key} = {value!r} ({deepspeed.where(key)}) should be a positive integer or \"auto\"", fix="correct it")
-        for key, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
-    ]
-    if wrong:
-        return 0, 0, wrong
-    product = ranks * (micro or 1) * (accumulation or 1)
-    settled = micro is not None and accumulation is not None
-    if total % product or (settled and total != product):
-        return 0, 0, [_indivisible(batch, total, ranks, micro, accumulation)]
-    micro = micro or total // (ranks * (accumulation or 1))
-    return micro, total // (ranks * micro), []
-
-
-def _indivisible(batch: BatchConfig, total: int, ranks: int, micro: int | None, accumulation: int | None) -> Problem:
-    """The batch that does not divide, with one-number remedies. Each of them works; a test tries them all."""
-    factors = f"{ranks} ranks"
-    factors += f" x micro-batch {micro}" if micro else ""
-    factors += f" x {accumulation} accumulation steps" if accumulation else ""
-    unit = (micro or 1) * (accumulation or 1)
-    multiple, exact = ranks * unit, bool(micro and accumulation)
-    below = total // multiple * multiple
-    sizes = [multiple] if exact or not below else [below, below + multiple]
-    remedies = [f"set batch.global_batch_size to {_either(sizes)}"]
-    share = total // ranks
-    if micro and total % (ranks * (accumulation or 1)) == 0:
-        key = "train_micro_batch_size_per_gpu" if batch.micro_batch_size == "auto" else "batch.micro_batch_size"
-        remedies.append(f"{key} to {_either([share // accumulation] if accumulation else _nearest_divisors(share, micro))}")
-    if accumulation and total % (ranks * (micro or 1)) == 0:
-        fitting = [share // micro] if micro else _nearest_divisors(share, accumulation)
-        remedies.append(f"gradient_accumulation_steps to {_either(fitting)}")
-    if total % unit == 0:
-        remedies.append(f"the number of ranks to {_either([total // unit] if exact else _nearest_divisors(total // unit, ranks))}")
-    return Problem(
-        f"batch.global_batch_size = {total} is not {factors}" + ("" if exact else " x a whole number"),
-        "every rank must take the same number of whole micro-batches",
-        ", or ".join(remedies),
-    )
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def _fill(
@@ -270,6 +209,7 @@ def _fill(
     if warmup_steps >= steps:
         peak = "only in the last one" if warmup_steps == steps else "never"
         notes.append(f"schedule.warmup_steps = {warmup_steps} of training.steps = {steps}: the learning rate rises to the end, and reaches its peak {peak}")
+    notes += parallel_notes(run.parallel, accumulation)
     policy = None
     if "activation_checkpointing" in values:
         policy = values["activation_checkpointing"].pop("policy", "full")

@@ -109,7 +109,7 @@ _NOT_DRIVEN: Mapping[str, str] = {
     "progressive_layer_drop": "remove it",
     "quantize_training": "remove it",
     "sparse_attention": "remove it",
-    "tensor_parallel": "remove it; use ZeRO to split the model over ranks",
+    "tensor_parallel": "remove it, and set parallel.tensor in the run config",
 }
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ds_gpt.config.errors import Problem
 from ds_gpt.config.section import PositiveInt, Section
 
 if TYPE_CHECKING:
-    from ds_gpt.config.run import ModelConfig
+    from ds_gpt.config.files import ConfigFile
+    from ds_gpt.config.run import ModelConfig, RunConfig
 
 
 class ParallelConfig(Section):
@@ -38,7 +39,20 @@ class ParallelConfig(Section):
 # is not here is refused.
 COMBINATIONS: dict[frozenset[str], tuple[int, ...]] = {
     frozenset(): (0, 1, 2, 3),
+    frozenset({"tensor"}): (0, 1, 2),
+    frozenset({"pipeline"}): (0, 1),
+    frozenset({"sequence"}): (0, 1, 2, 3),
+    frozenset({"tensor", "pipeline"}): (0, 1),
+    frozenset({"tensor", "sequence"}): (0, 1, 2),
+    frozenset({"pipeline", "sequence"}): (0, 1),
 }
+
+
+_DEEPSPEEDS_CHECKPOINTING = (
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.contiguous_memory_optimization",
+)
 
 
 def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage: int, world_size: int) -> list[Problem]:
@@ -52,7 +66,17 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
     """
     if not parallel.used:
         return []
-    problems = list(_combination_problems(parallel, stage))
+    return [*_combination_problems(parallel, stage), *sharing_problems(parallel, model, world_size)]
+
+
+def proved(parallel: ParallelConfig, stage: int) -> bool:
+    """Whether these degrees are known to train the same model at this ZeRO stage."""
+    return stage in COMBINATIONS.get(parallel.used, ())
+
+
+def sharing_problems(parallel: ParallelConfig, model: ModelConfig | None, world_size: int) -> list[Problem]:
+    """What about the degrees would be impossible in any software."""
+    problems = []
     if world_size % parallel.product:
         problems.append(
             Problem(
@@ -62,6 +86,97 @@ def parallel_problems(parallel: ParallelConfig, model: ModelConfig | None, stage
             )
         )
     return problems + (list(_shape_problems(parallel, model)) if model else [])
+
+
+def beside_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    """What the files ask for that does not go together with a degree above 1."""
+    tensor = _tensor_problems(run.parallel, deepspeed)
+    return tensor + _pipeline_problems(run, deepspeed) + _sequence_problems(run, deepspeed)
+
+
+def _tensor_problems(parallel: ParallelConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if parallel.tensor == 1:
+        return []
+    return [
+        Problem(
+            f"{key} ({deepspeed.where(key)}) with parallel.tensor",
+            "DeepSpeed's own checkpointing takes every rank for a data-parallel one, and finds the batch size wrong",
+            "remove it; activation_checkpointing.policy: full keeps the same, selective costs less time",
+        )
+        for key in _DEEPSPEEDS_CHECKPOINTING
+        if deepspeed.get(key)
+    ]
+
+
+def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if run.parallel.pipeline == 1:
+        return []
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            _beside_pipeline(f"stage: {run.stage}", "its loss compares sequences, and is measured on the last stage alone")
+        )
+    reasons = {
+        "compile.enabled": "a stage's forward pass is called by DeepSpeed's schedule, never as the one model that is compiled",
+        "torch_autocast.enabled": "activations pass between stages in the type of the weights; use bf16",
+        "zero_optimization.offload_optimizer": "DeepSpeed copies gradients to the host as one rank's backward pass makes them",
+        **dict.fromkeys(_DEEPSPEEDS_CHECKPOINTING, "DeepSpeed's own checkpointing keeps one micro-batch; several are under way"),
+        "pipeline": "parallel.pipeline in the run config owns the number of stages, and ds_gpt cuts them",
+    }
+    for key, reason in reasons.items():
+        value = deepspeed.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("device", "cpu") in (None, "none")):
+            problems.append(_beside_pipeline(f"{key} ({deepspeed.where(key)})", reason))
+    if deepspeed.get("fp16.enabled") and deepspeed.get("data_types.grad_accum_dtype") == "fp32":
+        reason = "all stages but the last would drop their gradients: DeepSpeed adds fp16 gradients up in fp32 elsewhere"
+        problems.append(_beside_pipeline(f"data_types.grad_accum_dtype = 'fp32' ({deepspeed.where('data_types')}) with fp16", reason))
+    return problems
+
+
+def parallel_notes(parallel: ParallelConfig, accumulation: int) -> list[str]:
+    """What the degrees cost, with so many micro-batches a step."""
+    stages = parallel.pipeline
+    if stages == 1:
+        return []
+    idle = (stages - 1) / (accumulation + stages - 1)  # the bubble: Huang et al. 2018, section 2.3
+    batches = f"{accumulation} micro-batch{'es' * (accumulation > 1)}"
+    return [f"pipeline: {stages} stages idle {idle:.0%} of the time with {batches} a step; smaller micro-batches are more"]
+
+
+def _beside_pipeline(what: str, why: str) -> Problem:
+    return Problem(f"{what} with parallel.pipeline", why, "remove it, or set parallel.pipeline: 1")
+
+
+def _sequence_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
+    if run.parallel.sequence == 1:
+        return []
+    with_degree = f"with parallel.sequence = {run.parallel.sequence}"
+    problems = []
+    if run.stage in ("dpo", "reward"):
+        problems.append(
+            Problem(
+                f"stage = '{run.stage}' {with_degree}",
+                "its loss is of whole sequences, of which each rank has a part; stages pretrain and sft add up tokens",
+                "set parallel.sequence: 1; activation_checkpointing and ZeRO save memory too",
+            )
+        )
+    if run.objective.name != "next_token":
+        problems.append(
+            Problem(
+                f"objective.name = '{run.objective.name}' {with_degree}",
+                "tokens that see what comes after them were never proved to train the same model",
+                "set parallel.sequence: 1, or objective.name: next_token",
+            )
+        )
+    if deepspeed.get("compile.enabled"):
+        problems.append(
+            Problem(
+                f"compile.enabled ({deepspeed.where('compile.enabled')}) {with_degree}",
+                "PyTorch's compiler loses the gradients that pass through DeepSpeed's all-to-all, in silence",
+                "set compile.enabled: false",
+            )
+        )
+    return problems
 
 
 def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Problem]:

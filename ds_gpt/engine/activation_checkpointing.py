@@ -45,6 +45,9 @@ def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Which results the selective policy keeps."""
     if op in _MATRIX_MULTIPLICATIONS:
         return CheckpointPolicy.MUST_SAVE
+    if op is torch.ops.c10d.allreduce_.default:
+        # Tensor parallelism adds up, in place, what a kept multiplication returned: not a second time.
+        return CheckpointPolicy.MUST_SAVE
     if op in _ATTENTION_DROPOUT_ARGUMENT and _attention_dropout(op, args, kwargs) == 0.0:
         # With dropout it must run again: it advances the random state that the block's later dropouts draw from,
         # and a kept result would leave them with other masks than in the forward pass.

@@ -9,6 +9,9 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_CUT = "tensor_model_parallel"  # DeepSpeed's mark of a parameter of which each tensor-parallel rank has a share
 
 
 def allow_fp16_on_cpu() -> None:
@@ -53,7 +56,8 @@ def guard_plain_optimizer(engine: Any) -> None:
 
     def step() -> None:
         # Gradients are already averaged over the ranks, so every rank finds the same norm and decides alike.
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = _norm(engine, parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         optimizer._global_grad_norm = norm
         optimizer.overflow = not math.isfinite(norm)
         if not optimizer.overflow:
@@ -61,6 +65,73 @@ def guard_plain_optimizer(engine: Any) -> None:
 
     optimizer.step = step
     engine.clip_fp32_gradients = lambda: None  # clipped above
+
+
+def _norm(engine: Any, parameters: list[Tensor]) -> Tensor:
+    """2-norm of the whole gradient; of what ranks hold alike that share the model, one of them counts."""
+    counted, copies = [], []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            (copies if _is_copy(engine, parameter) else counted).append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm(counted)
+    if engine.mpu is None:
+        return norm
+    square = norm.square() + _zero_or_nan(copies, norm)
+    torch.distributed.all_reduce(square, group=engine.mpu.get_model_parallel_group())
+    return square.sqrt()
+
+
+def _is_copy(engine: Any, parameter: Tensor) -> bool:
+    """Whether another rank counts this parameter: the first tensor-parallel one, or a pipeline's first stage a tied weight."""
+    if engine.mpu is None:
+        return False
+    return getattr(parameter, "ds_pipe_replicated", False) or engine.mpu.get_slice_parallel_rank() > 0 and not hasattr(parameter, _CUT)
+
+
+def _zero_or_nan(gradients: list[Tensor], like: Tensor) -> Tensor:
+    """Zero where all gradients are finite, else NaN."""
+    return sum(((gradient * 0).sum(dtype=torch.float32) for gradient in gradients), torch.zeros_like(like))
+
+
+def mark_cut_gradients(engine: Any) -> None:
+    """ZeRO-0 in bf16 takes each gradient for one that all tensor-parallel ranks hold alike, and counts the first rank's.
+
+    It looks for the mark of a cut parameter on the gradient, where nobody puts it.
+    """
+    if type(engine.optimizer).__name__ != "FP16_UnfusedOptimizer":
+        return
+    optimizer = engine.optimizer
+    take_step = optimizer.step
+
+    def step() -> None:
+        for parameter in (parameter for group in optimizer.fp16_groups for parameter in group):
+            if hasattr(parameter, _CUT) and parameter.grad is not None:
+                setattr(parameter.grad, _CUT, True)
+        take_step()
+
+    optimizer.step = step
+
+
+def hear_every_tensor_rank(engine: Any) -> None:
+    """A parameter that tensor-parallel ranks hold alike is counted in the norm of the first rank's gradient alone.
+
+    NaN in another's copy of it would go unheard into that rank's weights.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "check_grad_overflow"):
+        optimizer.check_grad_overflow = True  # looks at every rank's gradients, as DeepSpeed does by default in bf16
+    elif type(optimizer).__name__ == "BF16_Optimizer":
+        find, groups = optimizer.get_grads_for_norm, [*zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)]
+
+        def gradients(for_clipping: bool = False) -> Any:
+            found = find(for_clipping)
+            if not for_clipping:
+                copies = [g for ps, gs in groups for p, g in zip(ps, gs, strict=True) if _is_copy(engine, p)]
+                if copies:
+                    found[0].append(_zero_or_nan(copies, copies[0].new_zeros(())))
+            return found
+
+        optimizer.get_grads_for_norm = gradients
 
 
 def update_loss_scale_last(engine: Any) -> None:
@@ -88,6 +159,13 @@ def skip_reduction_of_one(engine: Any) -> None:
     """ZeRO-0 copies all gradients into buckets and back to add up those of one rank: 2% of a small model's step."""
     if engine.dp_world_size == 1 and not engine.zero_optimization():
         engine.enable_backward_allreduce = False
+
+
+def keep_one_bucket(engine: Any) -> None:
+    """Under a pipeline ZeRO-1 makes its bucket twice: as gradients come, and again to add them up over the ranks."""
+    if engine.pipeline_parallelism and hasattr(engine.optimizer, "reduce_gradients"):
+        reduce = engine.optimizer.reduce_gradients
+        engine.optimizer.reduce_gradients = lambda pipeline_parallel: reduce()
 
 
 def hide_gathering(engine: Any) -> None:

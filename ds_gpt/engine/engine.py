@@ -19,7 +19,10 @@ from ds_gpt.engine.activation_checkpointing import apply_checkpointing
 from ds_gpt.engine.defects import (
     allow_fp16_on_cpu,
     guard_plain_optimizer,
+    hear_every_tensor_rank,
     hide_gathering,
+    keep_one_bucket,
+    mark_cut_gradients,
     restore_linear,
     silence_bf16_optimizer,
     skip_reduction_of_one,
@@ -29,7 +32,9 @@ from ds_gpt.engine.defects import (
 from ds_gpt.engine.deepspeed_import import import_deepspeed
 from ds_gpt.engine.forward_timer import ForwardTimer
 from ds_gpt.engine.grid import Grid
+from ds_gpt.engine.pipeline import Pipeline
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.engine.sequence_parallel import SequenceParallel
 from ds_gpt.engine.state import (
     Piece,
     ReadState,
@@ -39,7 +44,8 @@ from ds_gpt.engine.state import (
     optimizer_steps,
     pieces,
 )
-from ds_gpt.learning.objectives import Measured, Objective, objective_of, sequence_log_probs
+from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
+from ds_gpt.learning.objectives import Forward, Measured, Objective, log_probs_of, objective_of
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
 from ds_gpt.model.lora import apply_lora
@@ -115,12 +121,17 @@ class Engine:
             apply_lora(self.model, composed.run.lora)
             if composed.run.stage == "reward":
                 self.model.score()
+        staged = composed.run.parallel.pipeline > 1
+        self._pipeline = Pipeline(self.model, self.grid, ranks.device) if staged else None
+        unit, self._cuts = self._share_out()
+        self._sequence = SequenceParallel(self.grid, self.model)
         apply_checkpointing(self.model, composed)
         self.deepspeed = deepspeed.initialize(
-            model=self.model,
+            model=self._pipeline.module if self._pipeline else self.model,
             model_parameters=parameter_groups(self.model, composed.run.optimizer.weight_decay),
             config=composed.deepspeed,
             dist_init_required=False,
+            mpu=None if self._pipeline else unit,  # a pipeline has its own, the same
         )[0]
         if composed.compiled:
             self.deepspeed.compile()
@@ -128,6 +139,10 @@ class Engine:
         guard_plain_optimizer(self.deepspeed)
         update_loss_scale_last(self.deepspeed)
         skip_reduction_of_one(self.deepspeed)
+        keep_one_bucket(self.deepspeed)
+        if self._cuts:
+            mark_cut_gradients(self.deepspeed)
+            hear_every_tensor_rank(self.deepspeed)
         if composed.zero_stage == 3 and composed.checkpoint_policy == "selective":
             hide_gathering(self.deepspeed)
 
@@ -138,6 +153,13 @@ class Engine:
         if self.composed.zero_stage < 3:
             return contextlib.nullcontext()
         return deepspeed.zero.Init(config_dict_or_path=self.composed.deepspeed)
+
+    def _share_out(self) -> tuple[Any, Cuts]:
+        """Cut the model, whole until now, where ranks share it; DeepSpeed's model-parallel unit, and what was cut."""
+        if self.grid.parallel.tensor == 1:
+            return None, {}
+        unit = self._pipeline.module.mpu() if self._pipeline else model_parallel_unit(self.grid)
+        return unit, cut(self.model, unit.get_slice_parallel_group())
 
     def _start_from(self, read: ReadWeight) -> None:
         """Replace the weights that were drawn, one parameter at a time."""
@@ -167,12 +189,7 @@ class Engine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         counted = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
-        for batch in micro_batches:
-            found = self._loss(batch)
-            # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
-            # divided by what their share would be, that is the mean over all that is counted.
-            self.deepspeed.backward(found.loss_sum / found.share)
-            self.deepspeed.step()
+        for found in self._micro_steps(micro_batches):
             loss_sum += found.loss_sum.detach()
             counted += found.counted
             measured.append(found.metrics)
@@ -183,26 +200,52 @@ class Engine:
         applied = self.deepspeed.was_step_applied()
         return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
+    def _micro_steps(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterable[Measured]:
+        if self._pipeline:
+            return self._pipeline.train(self.deepspeed, micro_batches, self._loss)
+        return map(self._micro_step, micro_batches)
+
+    def _micro_step(self, batch: tuple[Tensor, ...]) -> Measured:
+        found = self._loss(batch)
+        # DeepSpeed averages over micro-steps and ranks; where all have an equal share of what is counted, or are
+        # divided by what their share would be, that is the mean over all that is counted.
+        self.deepspeed.backward(found.loss_sum / found.share)
+        self.deepspeed.step()
+        return found
+
     def _loss(self, batch: tuple[Tensor, ...]) -> Measured:
-        return self._objective(self._forward, self.model.training, *batch)  # DeepSpeed's own flag of training stays on
+        # The model's flag: DeepSpeed's own flag of training stays on.
+        return self._objective(self._forward, self.model.training, *self._sequence.cut(batch))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._forward_timer:
-            return self.deepspeed(*args, **kwargs)
+            return self._placed(self._pipeline.own_layers if self._pipeline else self.deepspeed, *args, **kwargs)
+
+    def _placed(self, forward: Forward, tokens_BT: Tensor, positions: Tensor | None = None, **kwargs: Any) -> Any:
+        """`forward` of this rank's tokens, told where they stand."""
+        if positions is None:
+            positions = self._sequence.positions(tokens_BT)
+        return forward(tokens_BT, positions, **kwargs)
 
     def slowest_rank(self) -> tuple[int, float] | None:
         """The rank that spent most in forward passes since the last call, and how many times the others' median.
 
-        None where it cannot be told: with one rank, and under ZeRO-3, whose forward waits for other ranks. Every rank
-        must call it.
+        None where it cannot be told: where no other rank has the same to do, and where a forward pass waits for others:
+        under ZeRO-3, and where they share matrices or sequences. Every rank must call it.
         """
         seconds = self._forward_timer.read()
-        if self.ranks.world_size == 1 or self.composed.zero_stage == 3:
+        stages = self.grid.parallel.pipeline
+        waits = self.composed.zero_stage == 3 or self.grid.parallel.used - {"pipeline"}
+        if waits or self.ranks.world_size == stages:
             return None
         by_rank = self.ranks.gather(seconds)
-        slowest = max(range(len(by_rank)), key=lambda rank: by_rank[rank])
-        others = statistics.median(by_rank[:slowest] + by_rank[slowest + 1 :])
-        return slowest, by_rank[slowest] / others
+        found = []
+        for first in range(0, len(by_rank), len(by_rank) // stages):  # other stages have other work
+            peers = range(first, first + len(by_rank) // stages)
+            slowest = max(peers, key=lambda rank: by_rank[rank])
+            others = statistics.median(by_rank[rank] for rank in peers if rank != slowest)
+            found.append((slowest, by_rank[slowest] / others))
+        return max(found, key=lambda entry: entry[1])
 
     def _grad_norm(self) -> float:
         norm = self.deepspeed.get_global_grad_norm()
@@ -226,8 +269,12 @@ class Engine:
 
         Not compiled: decoding calls it with another length, and another part of the cache, each time.
         """
-        with torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext():
-            return self.deepspeed(tokens_BT, positions, loss=loss)
+        eager = torch.compiler.set_stance("force_eager") if self.composed.compiled else contextlib.nullcontext()
+        with eager, self._sequence.alone():
+            return self._everywhere(tokens_BT, positions, loss=loss)
+
+    def _everywhere(self, *args: Any, **kwargs: Any) -> Tensor:
+        return (self._pipeline.everywhere if self._pipeline else self.deepspeed)(*args, **kwargs)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Token-weighted mean loss over all ranks' batches, nats a token; every rank gives equally many batches."""
@@ -238,11 +285,12 @@ class Engine:
     ) -> tuple[float, dict[str, float]]:
         """The same, and what else the objective measures; by default that of the run."""
         objective = objective or self._objective
+        forward = partial(self._placed, self._pipeline.at_the_end) if self._pipeline else self._forward
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         measured: list[dict[str, Tensor]] = []
         with self.evaluating():
             for batch in batches:
-                found = objective(self._forward, False, *batch)
+                found = objective(forward, False, *self._sequence.cut(batch))
                 sums += torch.stack([found.loss_sum, found.counted])
                 measured.append(found.metrics)
         names, others = _summed(measured)
@@ -251,13 +299,12 @@ class Engine:
 
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
-        chunk_tokens = self.composed.run.loss_chunk_tokens
-        with self.evaluating():
-            return self.deepspeed(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT, chunk_tokens=chunk_tokens))
+        with self.evaluating(), self._sequence.alone():
+            return self._everywhere(inputs_BT, loss=log_probs_of(self.composed.run, targets_BT))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""
-        return pieces(self.deepspeed)
+        return pieces(self.deepspeed, self.model, self.grid, self._cuts)
 
     def state_facts(self) -> dict[str, Any]:
         """The training state's few numbers that belong to no parameter."""
@@ -274,7 +321,7 @@ class Engine:
         Returns:
             Kinds of optimizer state that were not saved and start at zero.
         """
-        absent = load_pieces(self.deepspeed, read, facts["optimizer_steps"])
+        absent = load_pieces(self.deepspeed, self.pieces(), read, facts["optimizer_steps"])
         if self.composed.precision == "fp16":
             load_loss_scaler_state(self.deepspeed, facts["loss_scaler"])
         return absent
@@ -282,7 +329,9 @@ class Engine:
     def close(self) -> None:
         """Remove what DeepSpeed hooked into the model and into PyTorch, so that another engine can be built in this process."""
         self.deepspeed.destroy()
+        self._sequence.close()
         restore_linear()
+        forget_groups()
 
 
 def _summed(measured: Sequence[dict[str, Tensor]]) -> tuple[list[str], list[Tensor]]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +15,10 @@ import torch
 
 from ds_gpt.config import ConfigError, Hardware, Problem
 from ds_gpt.engine.deepspeed_import import import_deepspeed
+from ds_gpt.engine.node_folder import keep_compiled_code_here, node_folder
+
+_MEETING_MINUTES = 30.0  # that a rank waits for the others to arrive; DEEPSPEED_TIMEOUT overrides it
+_FOR_EVER_S = 1e8
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Ranks:
         """Whether this rank prints and writes."""
         return self.rank == 0
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether there are ranks on other nodes too."""
+        return self.world_size > self.local_world_size
+
     def hardware(self) -> Hardware:
         """What the configuration needs to know about these devices."""
         if self.device.type == "cpu":
@@ -83,6 +90,8 @@ class Ranks:
             ConfigError: the rendezvous port is taken.
         """
         _set_up_device(self)
+        if self.spans_nodes:
+            keep_compiled_code_here()
         # DeepSpeed asks the environment, not the process group; a process started by hand has none of these. Without the
         # last one, ZeRO-3 on a CPU asks a process, `numactl`, at every reduction how many devices there are.
         of_this_node = {"LOCAL_RANK": str(self.local_rank), "LOCAL_SIZE": str(self.local_world_size)}
@@ -95,8 +104,20 @@ class Ranks:
             init_method=init_method or _rendezvous(self),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", 30))),
+            timeout=timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", _MEETING_MINUTES))),
         )
+
+    def wait_at_least(self, seconds: float) -> None:
+        """Let collectives wait so long from now on, in every process group that there is.
+
+        Without it NCCL's or gloo's own time limit, 10 or 30 minutes, ends a rank before a watchdog with more patience can
+        say where the ranks stand. A limit that the user set by DEEPSPEED_TIMEOUT stays.
+        """
+        if self.world_size == 1 or "DEEPSPEED_TIMEOUT" in os.environ:
+            return
+        limit = timedelta(seconds=min(max(seconds, 60 * _MEETING_MINUTES), _FOR_EVER_S))
+        for group in torch.distributed.distributed_c10d._world.pg_map:
+            torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
     def store(self, timeout: timedelta) -> torch.distributed.Store:
         """The rendezvous' key-value store alone, without waiting for all ranks; rank 0 has to outlive the others.
@@ -182,8 +203,7 @@ def _rendezvous(ranks: Ranks) -> str:
 
 def _rendezvous_file(process: psutil.Process) -> str:
     """A URL that no other job has: a process id alone would be met again."""
-    folder = Path(tempfile.gettempdir()) / f"ds_gpt-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = node_folder()
     for file in folder.iterdir():  # left by jobs that were killed
         pid = file.name.partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):

@@ -2,22 +2,44 @@
 
 Of every parameter there is an fp32 master and, under AdamW, two moments (``exp_avg``, ``exp_avg_sq``). Each stage
 keeps them differently: whole on every rank, or flat pieces that ignore where parameters begin. Here a rank names the
-pieces that it keeps as (parameter, first element, elements), and any other arrangement can be filled from those.
+pieces that it keeps as (parameter, first element, elements), and any other arrangement can be filled from those. Of a
+matrix whose columns tensor parallelism has shared out, the elements are those of the rank's columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ds_gpt.engine.grid import Grid
+from ds_gpt.engine.tensor_parallel import Cut, Cuts
 
 WEIGHT = "weight"
 
-# (parameter, kind, first element, elements) to these elements, flat, in any floating type; None: never saved
-ReadState = Callable[[str, str, int, int], Tensor | None]
+
+@dataclass(frozen=True, order=True)
+class Columns:
+    """Consecutive columns of a matrix.
+
+    Attributes:
+        first: index of the first one.
+        count: how many.
+        of: columns of the whole matrix.
+    """
+
+    first: int
+    count: int
+    of: int
+
+
+# (parameter, kind, first element, elements, columns) to these elements, flat, in any floating type; None: never saved.
+# Elements are counted in the flattened parameter, or in the flattened matrix of these of its columns.
+ReadState = Callable[[str, str, int, int, Columns | None], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -26,15 +48,21 @@ class Piece:
 
     Attributes:
         parameter: the parameter's name in the model.
-        start: index of the first element in the flattened parameter.
+        start: index of the first element in the flattened parameter, or in its `columns`, flattened.
         tensors: fp32 views, all equally long, by kind: ``weight`` and the optimizer's (``exp_avg``, ...).
-        replicated: whether every rank keeps the same piece.
+        copy: which of the `copies` this is.
+        copies: how many ranks keep the same piece.
+        columns: that the elements are counted in; None: in the whole parameter.
+        second: whether it is of a tied weight's second copy, on another stage of a pipeline, and not to be saved.
     """
 
     parameter: str
     start: int
     tensors: dict[str, Tensor]
-    replicated: bool
+    copy: int = 0
+    copies: int = 1
+    columns: Columns | None = None
+    second: bool = False
 
     @property
     def numel(self) -> int:
@@ -42,10 +70,17 @@ class Piece:
         return self.tensors[WEIGHT].numel()
 
 
-def pieces(deepspeed_engine: Any) -> Iterator[Piece]:
-    """What this rank keeps, under any ZeRO stage. The optimizer's state is allocated where it was not yet."""
+def pieces(deepspeed_engine: Any, model: nn.Module, grid: Grid, cuts: Cuts) -> Iterator[Piece]:
+    """What this rank keeps, under any ZeRO stage. The optimizer's state is allocated where it was not yet.
+
+    Args:
+        deepspeed_engine: the engine.
+        model: what it wraps, whose parameters have the names that pieces go by.
+        grid: where this rank stands among those that keep the same.
+        cuts: the parameters of which it has a share.
+    """
     optimizer, base = deepspeed_engine.optimizer, deepspeed_engine.basic_optimizer
-    parameters = [(name, p) for name, p in deepspeed_engine.module.named_parameters() if p.requires_grad]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer_Stage3":
             found = _stage3(optimizer, parameters)
@@ -58,15 +93,29 @@ def pieces(deepspeed_engine: Any) -> Iterator[Piece]:
         case _:
             assert optimizer is base, f"unknown optimizer {type(optimizer).__name__}"
             found = _unsharded({p: p for _, p in parameters}, parameters)
+    by_name = dict(parameters)
     for name, start, owner, offset, numel, replicated in found:
         views = {WEIGHT: owner.detach().reshape(-1)[offset : offset + numel]}
         for kind, value in _state_of(base, owner).items():
             if torch.is_tensor(value) and value.shape == owner.shape:
                 views[kind] = value.reshape(-1)[offset : offset + numel]
-        yield Piece(name, start, views, replicated)
+        start, columns = _place(by_name[name].shape, cuts.get(by_name[name]), start)
+        copies = grid.copies(over_data=replicated, over_tensor=by_name[name] not in cuts)
+        second = getattr(by_name[name], "ds_pipe_replicated", False)  # DeepSpeed's mark
+        yield Piece(name, start, views, *copies, columns, second)
 
 
-# (parameter, first element in it, tensor that the base optimizer steps, offset there, elements, replicated)
+def _place(shape: torch.Size, cut: Cut | None, start: int) -> tuple[int, Columns | None]:
+    """Where an element of a rank's share, of this shape, is in the whole parameter."""
+    if cut is None:
+        return start, None
+    if cut.dimension == 0:  # consecutive rows are consecutive elements
+        return start + cut.index * prod(shape), None
+    return start, Columns(cut.index * shape[1], shape[1], cut.count * shape[1])
+
+
+# (parameter, first element in it, tensor that the base optimizer steps, offset there, elements, whether data-parallel
+# ranks keep the same)
 _Found = Iterator[tuple[str, int, Tensor, int, int, bool]]
 
 
@@ -123,11 +172,12 @@ def optimizer_steps(deepspeed_engine: Any) -> int:
     return 0
 
 
-def load_pieces(deepspeed_engine: Any, read: ReadState, steps: int) -> list[str]:
+def load_pieces(deepspeed_engine: Any, kept: Iterable[Piece], read: ReadState, steps: int) -> list[str]:
     """Fill every piece that this rank keeps, then bring the model's own weights in line; every rank must call it.
 
     Args:
         deepspeed_engine: the engine to fill.
+        kept: its pieces.
         read: gives the elements of a piece.
         steps: updates that the optimizer had applied.
 
@@ -135,9 +185,9 @@ def load_pieces(deepspeed_engine: Any, read: ReadState, steps: int) -> list[str]
         Kinds of optimizer state that were not saved and start at zero.
     """
     absent: set[str] = set()
-    for piece in pieces(deepspeed_engine):
+    for piece in kept:
         for kind, view in piece.tensors.items():
-            value = read(piece.parameter, kind, piece.start, piece.numel)
+            value = read(piece.parameter, kind, piece.start, piece.numel, piece.columns)
             if value is None:
                 absent.add(kind)
                 view.zero_()

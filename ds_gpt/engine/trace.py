@@ -242,7 +242,7 @@ def _pretend(composed: Composed) -> Any:
     import torch._subclasses.fake_impls as fake_impls
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import ds_gpt.engine.engine as engine
+    import ds_gpt.engine.engine
     from ds_gpt.engine.deepspeed_import import import_deepspeed
     from ds_gpt.engine.ranks import Ranks
 
@@ -260,8 +260,9 @@ def _pretend(composed: Composed) -> Any:
     nn.Module._apply = _apply
     for check in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
         setattr(coordinator, check, lambda *args, **kwargs: None)
+    # It hides ZeRO-3's gathering from every mode, that of fake tensors too. What it is for, evaluation, is not traced.
+    ds_gpt.engine.engine.hide_gathering = lambda wrapped: None
     as_on_a_gpu(composed.run.model.dropout)
-    engine.hide_gathering = lambda wrapped: None  # it would hide the tensors that hold nothing, too
     return Ranks(0, world_size, 0, world_size, torch.device("cpu"))
 
 

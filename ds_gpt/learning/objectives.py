@@ -107,8 +107,7 @@ def preference(
     under the model that the run started from. A pair without targets is padding.
     """
     beta, smoothing = run.preference.beta, run.preference.label_smoothing
-    log_probs = partial(sequence_log_probs, targets=targets_NT, chunk_tokens=run.loss_chunk_tokens)
-    log_probs_B2 = forward(inputs_NT, loss=log_probs).view(-1, 2)
+    log_probs_B2 = forward(inputs_NT, loss=log_probs_of(run, targets_NT)).view(-1, 2)
     rewards_B2 = beta * (log_probs_B2 - reference_B2)
     margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
     loss_B = -(1 - smoothing) * F.logsigmoid(margin_B) - smoothing * F.logsigmoid(-margin_B)
@@ -132,6 +131,11 @@ def reward(
     rewards_B2 = forward(inputs_NT, loss=at_last).view(-1, 2)
     margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
     return _over_pairs(-F.logsigmoid(margin_B), margin_B, targets_NT, share, {})
+
+
+def log_probs_of(run: RunConfig, targets_NT: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes `sequence_log_probs` of the last hidden states and the head's weight."""
+    return partial(sequence_log_probs, targets=targets_NT, chunk_tokens=run.loss_chunk_tokens)
 
 
 def sequence_log_probs(x_BTD: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None = None) -> Tensor:

@@ -122,7 +122,8 @@ class GPT(nn.Module):
 
         `positions` (int64, T or BT) say where the tokens stand, 0 to T - 1 where there are none: a shard of a sequence
         begins later, and so do tokens that follow cached ones. Raises ValueError where T is more than the learned ones.
-        `documents_BT` (int64): a token sees only those before it that have its number. Without, it sees all.
+        `documents_BT` (int64): a token sees only those before it that have its number. Without, it sees all. They are of
+        the whole sequence, as attention sees it, where `tokens_BT` are a shard.
         `prefix_B` (int64): so many tokens of each sequence, its first, are seen by all others, also by those before.
         """
         x_BTD = self.embedding(tokens_BT, positions)
@@ -143,9 +144,10 @@ class GPT(nn.Module):
             turns = rotation(positions, self.config.head_width, self.config.rope_theta).to(x_BTD.dtype)
         if documents_BT is None and prefix_B is None:
             return () if turns is None else (turns,)
-        seen_BTS = visible(length, length, self.config.sliding_window, x_BTD.device)[None]
+        attended = length if documents_BT is None else documents_BT.shape[1]
+        seen_BTS = visible(attended, attended, self.config.sliding_window, x_BTD.device)[None]
         if prefix_B is not None:
-            seen_BTS = seen_BTS | (torch.arange(length, device=x_BTD.device) < prefix_B[:, None])[:, None]
+            seen_BTS = seen_BTS | (torch.arange(attended, device=x_BTD.device) < prefix_B[:, None])[:, None]
         if documents_BT is not None:
             seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
         return turns, additive(seen_BTS, x_BTD.dtype)

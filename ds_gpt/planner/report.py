@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.planner.degrees import ALONE
 from ds_gpt.planner.devices import GIB, Device
 from ds_gpt.planner.search import HOST, Candidate, recommended
 from ds_gpt.planner.shapes import Shapes
@@ -51,7 +50,7 @@ def as_json(candidate: Candidate) -> dict[str, Any]:
 def label(candidate: Candidate) -> str:
     """The setting in a few words."""
     shapes = candidate.shapes
-    split = "" if candidate.degrees == ALONE else f"{candidate.degrees}, "
+    split = f"{candidate.degrees}, " if candidate.degrees.used else ""
     return f"{split}ZeRO {stage(candidate)}, micro-batch {shapes.micro_batch} x {shapes.accumulation}, checkpointing {shapes.policy or 'off'}"
 
 
@@ -71,7 +70,7 @@ def rows(found: Sequence[Candidate]) -> list[Candidate]:
 def table(found: Sequence[Candidate]) -> Iterator[str]:
     """The best of each kind, fastest first."""
     shown = rows(found)
-    split = max([0, *(len(str(candidate.degrees)) + 2 for candidate in shown[:_ROWS])]) if any(candidate.on_paper for candidate in shown[:_ROWS]) else 0
+    split = max([0, *(len(str(candidate.degrees)) + 2 for candidate in shown[:_ROWS])]) if any(candidate.degrees.used for candidate in shown[:_ROWS]) else 0
     heads = f"{'split':<{split}}" if split else ""
     yield f"{heads}ZeRO         micro x acc  checkpointing  allocated GiB  peak in           headroom GiB  tokens/s        MFU"
     for candidate in shown[:_ROWS]:
@@ -132,9 +131,9 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     if shapes.task != PRETRAINING:
         yield "  the time of adapters, masks and pairs is by the same constants: no published run checks it"
     if best.on_paper:
-        yield "  on paper only: ds_gpt trains data parallel"
+        yield "  on paper only: ds_gpt does not train with this combination"
     elif found[0].on_paper and found[0].speed.tokens_per_s > 1.02 * speed.tokens_per_s:
-        yield f"faster on paper, where ds_gpt could split the model: {label(found[0])}: {found[0].speed.tokens_per_s:,.0f} tokens/s"
+        yield f"faster on paper, if ds_gpt could split the model so: {label(found[0])}: {found[0].speed.tokens_per_s:,.0f} tokens/s"
     kind = (best.shapes.stage, best.shapes.policy, best.degrees, best.shapes.offload_optimizer)
     others = (other for other in found if other.fits and (other.shapes.stage, other.shapes.policy, other.degrees, other.shapes.offload_optimizer) != kind)
     behind = next(others, None)

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ds_gpt.config import Composed, ConfigError, Hardware, Problem, load
-from ds_gpt.planner.degrees import ALONE, Degrees, check
+from ds_gpt.config import Composed, ConfigError, Hardware, ParallelConfig, Problem, load
+from ds_gpt.config.parallel import proved, sharing_problems
+from ds_gpt.planner.degrees import stated as stated_degrees
 from ds_gpt.planner.devices import Device
 from ds_gpt.planner.memory import Memory, memory_of
 from ds_gpt.planner.shapes import Shapes
@@ -25,6 +26,7 @@ CACHED = 0.16
 _AS_FAST = 0.98
 HOST = "host memory"
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+WITHOUT_DEGREES = tuple(f"parallel.{name}=1" for name in ParallelConfig.model_fields)
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,14 @@ class Candidate:
         return int(self.memory.peak.bytes * (1 + CACHED)) + around_bytes(self.shapes.devices)
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> ParallelConfig:
         """Devices that share one copy of the model."""
-        return Degrees(self.shapes.tensor, self.shapes.pipeline, self.shapes.sequence)
+        return ParallelConfig(tensor=self.shapes.tensor, pipeline=self.shapes.pipeline, sequence=self.shapes.sequence)
 
     @property
     def on_paper(self) -> bool:
-        """Whether ds_gpt cannot train with it: it trains data parallel."""
-        return self.degrees != ALONE
+        """Whether ds_gpt refuses to train with it: these degrees at this ZeRO stage."""
+        return not proved(self.degrees, self.shapes.stage)
 
     @property
     def limiting_kind(self) -> str:
@@ -102,18 +104,22 @@ def judge(deepspeed_config: str, overrides: tuple[str, ...], shapes: Shapes, dev
 
 
 def candidates(
-    run: str, deepspeed_configs: Sequence[str], device: Device, devices: int, overrides: Sequence[str], splits: Iterable[Degrees] = (ALONE,)
+    run: str, deepspeed_configs: Sequence[str], device: Device, devices: int, overrides: Sequence[str], splits: Iterable[ParallelConfig] | None = None
 ) -> list[Candidate]:
     """Every setting that the run allows: DeepSpeed JSON x `splits` x micro-batch x checkpointing; fastest first, what fits before the rest.
+
+    Without `splits`, the degrees are the run's own.
 
     Raises:
         ConfigError: no setting can be composed; the problems are those of the first.
     """
     result: list[Candidate] = []
     first_error: ConfigError | None = None
-    for degrees, path in itertools.product(splits, deepspeed_configs):
+    own = stated_degrees(run, deepspeed_configs[0], overrides)
+    for degrees, path in itertools.product([own] if splits is None else splits, deepspeed_configs):
+        chosen = tuple(f"parallel.{name}={size}" for name, size in degrees if size != getattr(own, name))
         try:
-            result += _of_one_json(run, path, device, devices, overrides, degrees)
+            result += _of_one_json(run, path, device, devices, overrides, degrees, chosen)
         except ConfigError as error:
             first_error = first_error or error
     if not result:
@@ -162,15 +168,21 @@ def _keys(overrides: Sequence[str]) -> set[str]:
     return {override.partition("=")[0].strip() for override in overrides}
 
 
-def _of_one_json(run: str, path: str, device: Device, devices: int, overrides: Sequence[str], degrees: Degrees) -> list[Candidate]:
+def _of_one_json(
+    run: str, path: str, device: Device, devices: int, overrides: Sequence[str], degrees: ParallelConfig, chosen: tuple[str, ...]
+) -> list[Candidate]:
+    """`chosen`: what ``--set`` makes the degrees of the run's own."""
     stated = _keys(overrides)
     ranks = max(1, devices // degrees.product)
-    whole = composed(run, path, device.hardware(ranks), overrides)
-    check(degrees, whole.run.model, devices)
-    base = Shapes.of(whole)
-    base = replace(base, tensor=degrees.tensor, pipeline=degrees.pipeline, sequence=degrees.sequence)
-    if degrees.pipeline > 1 and base.stage > 1:
-        raise ConfigError(Problem(f"pipeline {degrees.pipeline} with ZeRO {base.stage} ({path})", "DeepSpeed's pipeline keeps gradients whole", "use ZeRO 1"))
+    whole = composed(run, path, device.hardware(ranks), [*overrides, *WITHOUT_DEGREES])
+    impossible = sharing_problems(degrees, whole.run.model, devices)
+    if impossible:
+        raise ConfigError(impossible)
+    if proved(degrees, whole.zero_stage):
+        whole = composed(run, path, device.hardware(devices), [*overrides, *chosen])
+    elif degrees.pipeline > 1 and whole.zero_stage > 1:
+        raise ConfigError(Problem(f"pipeline {degrees.pipeline} with ZeRO {whole.zero_stage} ({path})", "DeepSpeed's pipeline keeps gradients whole", "use ZeRO 1"))
+    base = replace(Shapes.of(whole), ranks=ranks, **degrees.model_dump())
     share = whole.run.batch.global_batch_size // ranks
     fixed_size = "batch.micro_batch_size" in stated
     sizes = [base.micro_batch] if fixed_size else sorted({size for size in (*_MICRO_BATCHES, share) if share % size == 0 and size <= 64})
@@ -179,7 +191,7 @@ def _of_one_json(run: str, path: str, device: Device, devices: int, overrides: S
     result = []
     for size, policy in itertools.product(sizes, policies):
         shapes = replace(base, micro_batch=size, accumulation=share // size, policy=policy)
-        settings = [] if fixed_size else [f"batch.micro_batch_size={size}"]
+        settings = [*chosen] if fixed_size else [*chosen, f"batch.micro_batch_size={size}"]
         if not fixed and policy != base.policy:
             settings.append(f"activation_checkpointing.policy={policy}" if policy else "activation_checkpointing=null")
         result.append(judge(path, tuple(settings), shapes, device))

@@ -118,7 +118,7 @@ class Shapes:
         return cls(
             composed.run.model,
             stage,
-            composed.hardware.world_size,
+            composed.data_ranks,
             composed.micro_batch_size,
             composed.accumulation_steps,
             composed.checkpoint_policy,
@@ -134,6 +134,7 @@ class Shapes:
             composed.run.loss_chunk_tokens,
             task=Task.of(composed.run),
             length=composed.item_tokens and composed.item_tokens // composed.run.sequences,
+            **composed.run.parallel.model_dump(),
         )
 
     @property

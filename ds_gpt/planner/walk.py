@@ -16,8 +16,8 @@ def constants(shapes: Shapes) -> int:
     """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
     model, element, task = shapes.model, shapes.element, shapes.task
     mask = element * shapes.context**2 if _masked(shapes) and not task.masked else 0
-    turns = (shapes.rows if task.own_positions else 1) * 2 * element * shapes.context * model.head_width
-    return mask + (turns if model.positions == "rotary" else 0)
+    own = (shapes.rows if task.own_positions else 1) * shapes.context // shapes.sequence  # positions of this rank's tokens
+    return mask + (2 * element * own * model.head_width if model.positions == "rotary" else 0)
 
 
 def _masked(shapes: Shapes) -> bool:
@@ -46,6 +46,8 @@ class Walk:
         self.statistics = 2 * element * shapes.tokens // spread
         flash = trainer.attention == "flash"
         self.log_sum = 4 * shapes.tokens * model.heads // tensor if flash else 0
+        # Attention's result comes twice where ranks share sequences: of all tokens for this rank's heads, and the other way round.
+        self.exchanged = self.q if shapes.sequence > 1 else 0
         self.scores = 0 if flash else shapes.tokens * shapes.context * model.heads // tensor  # elements
         self.vocabulary = shapes.vocabulary
         self.logits = shapes.tokens * self.vocabulary  # elements
@@ -147,21 +149,23 @@ class Walk:
         """What autograd keeps of queries, keys and values."""
         q, y, model = self.q, self.y, self.shapes.model
         projected, grouped = q + 2 * y, model.key_heads < model.heads
-        rotary = model.positions == "rotary"
+        rotary, exchanged = model.positions == "rotary", self.shapes.sequence > 1
         if _masked(self.shapes) and grouped:  # keys and values are repeated, so the projection's are not kept
             kept = 3 * q
+        elif exchanged:  # what came from the other ranks
+            kept = q + 2 * y
         elif rotary or model.qk_norm:
             kept = q + y + (y if rotary and not model.qk_norm else 0)  # values are a view of the projection otherwise
         else:
             kept = q if grouped else 0  # queries are a copy where they are not evenly spaced
         statistics = 2 * self.shapes.element * self.shapes.tokens * (model.heads + model.key_heads) // self.shapes.tensor
-        needed = model.qk_norm or not (rotary or (_masked(self.shapes) and grouped))
+        needed = model.qk_norm or not (rotary or exchanged or (_masked(self.shapes) and grouped))
         return kept + (projected if needed else 0) + (statistics if model.qk_norm else 0)
 
     def _attention_kept(self, maps: Maps) -> int:
         """What autograd keeps of norm, qkv, attention, dropout and sum."""
-        read = maps.reads(self.x, "qkv") + maps.beside("qkv", self.x) + maps.beside("out", self.q)
-        return read + self._heads() + self.q + self.r + self.statistics + self.log_sum + self.mask + self.copies.kept_scores(self.scores)
+        read = maps.reads(self.x, "qkv") + maps.beside("qkv", self.x) + maps.beside("out", self.q) + self._heads() + self.q + self.exchanged
+        return read + self.r + self.statistics + self.log_sum + self.mask + self.copies.kept_scores(self.scores)
 
     def _feed_forward_kept(self, maps: Maps) -> int:
         """The same of the norm and the maps of the feed-forward."""
@@ -283,6 +287,7 @@ class Walk:
         ledger.give(ACTIVATIONS, self.mask)
         maps.backward("out", x, self.q)
         ledger.give(BACKWARD, dropped)
+        ledger.give(ACTIVATIONS, self.exchanged)
         self._backward_of_attention(maps)
         ledger.give(ACTIVATIONS, maps.reads(x, "qkv"))
         self._backward_of_norm(maps.places["attention_norm"])

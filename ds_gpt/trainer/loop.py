@@ -75,6 +75,7 @@ class Trainer:
         """Train from `state` to the last step, or until interrupted; evaluate, save and sample at the end."""
         run, recorder = self.composed.run, self.recorder
         interrupted = False
+        self.engine.ranks.wait_at_least(self.watchdog.longest_s)
         if self._pretraining is not None and state.step == 0:
             recorder.note({"pretraining_loss_before": pretraining_loss(self._pretraining, self.engine)})
         with Interruption() as interruption, recorder.recording(state.step), self.watchdog, self._closing():

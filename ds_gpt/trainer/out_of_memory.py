@@ -19,7 +19,7 @@ from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.config.compose import compose
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
 from ds_gpt.config.files import ConfigFile, apply_overrides
-from ds_gpt.model.counts import parameters, trained_parameters
+from ds_gpt.model.counts import block_parameters, parameters, trained_parameters
 
 _OTHER_WORDS = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -47,10 +47,15 @@ class Needs:
 
 
 def needs(composed: Composed) -> Needs:
-    """What a step needs on the device by arithmetic; what is offloaded is in the host's memory and not counted."""
-    run, zero, ranks = composed.run, composed.deepspeed["zero_optimization"], composed.hardware.world_size
+    """What a step needs on the device by arithmetic; what is offloaded is in the host's memory and not counted.
+
+    Pipeline stages are taken to have equal parts of the model; tensor-parallel ranks share the blocks.
+    """
+    run, zero, ranks = composed.run, composed.deepspeed["zero_optimization"], _sharding_ranks(composed)
     stage, half = composed.zero_stage, composed.precision != "fp32"
-    count, trained = parameters(run.model), trained_parameters(run)
+    blocks = run.model.layers * block_parameters(run.model)
+    count = (parameters(run.model) - blocks + blocks / run.parallel.tensor) / run.parallel.pipeline
+    trained = count * trained_parameters(run) / parameters(run.model)
     weight = 2 if half else 4
     gradient = 4 if composed.deepspeed.get("data_types", {}).get("grad_accum_dtype") == "fp32" else weight
     master = 4 if half or stage in (1, 2) else 0  # in fp32, stages 1 and 2 keep their share of the weights once more
@@ -64,8 +69,13 @@ def needs(composed: Composed) -> Needs:
     )
 
 
+def _sharding_ranks(composed: Composed) -> int:
+    """Over how many ranks ZeRO splits: DeepSpeed takes those that share sequences for data-parallel ones."""
+    return composed.data_ranks * composed.run.parallel.sequence
+
+
 def _activations(composed: Composed, value_bytes: int) -> float:
-    """Kept for backward by one micro-batch.
+    """Kept for backward by one micro-batch; in a pipeline's first stage, by as many as there are stages.
 
     A block without checkpointing keeps 6 D + 2 GK + 2 F values a token: its input, two norms' results, queries, keys
     and values, attention's result, the residual stream, and the feed-forward's hidden values before and after the
@@ -73,14 +83,15 @@ def _activations(composed: Composed, value_bytes: int) -> float:
     input, D, and one block whole while it is recomputed. The last norm keeps its input and result, 2 D. The loss keeps
     log-probabilities, their gradient and the logits', fp32, of as many tokens as go at a time, and where it takes
     several times, the gradients of its input and of its matrix. Masks of dropout, a byte for two or four of its values,
-    are not counted.
+    are not counted. Of tensor-parallel ranks, each has its share of heads and hidden values; the other 4 D are whole.
     """
     model, run = composed.run.model, composed.run
-    width, hidden, tokens = model.width, model.hidden_width, composed.micro_batch_size * run.sequences * model.context
-    shared = 2 * model.key_heads * model.head_width
-    into = 2 if model.ffn == "swiglu" else 1
-    whole = 6 * width + shared + 2 * into * hidden
-    kept = {None: model.layers * whole, "selective": model.layers * (5 * width + shared + into * hidden) + whole, "full": model.layers * width + whole}
+    width, hidden, tokens = model.width, model.hidden_width, composed.micro_batch_size * run.sequences * model.context // run.parallel.sequence
+    layers = model.layers / run.parallel.pipeline * min(run.parallel.pipeline, composed.accumulation_steps)
+    heads = (2 * width + 2 * model.key_heads * model.head_width) / run.parallel.tensor
+    hidden *= (2 if model.ffn == "swiglu" else 1) / run.parallel.tensor
+    whole = 4 * width + heads + 2 * hidden
+    kept = {None: layers * whole, "selective": layers * (3 * width + heads + hidden) + whole, "full": layers * width + whole}
     chunk = min(tokens, run.loss_chunk_tokens)
     loss = chunk * model.vocabulary * 3 * 4
     if chunk < tokens:
@@ -143,7 +154,7 @@ def remedies(composed: Composed) -> list[Remedy]:
 
 
 def _candidates(composed: Composed) -> Iterator[tuple[tuple[str, ...], str]]:
-    ranks, total, stage = composed.hardware.world_size, composed.run.batch.global_batch_size, composed.zero_stage
+    ranks, total, stage = composed.data_ranks, composed.run.batch.global_batch_size, composed.zero_stage
     smaller = [size for size in range(composed.micro_batch_size - 1, 0, -1) if total % (ranks * size) == 0]
     for micro in _halves(smaller, composed.micro_batch_size):
         steps = total // (ranks * micro)
@@ -157,6 +168,7 @@ def _candidates(composed: Composed) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("activation_checkpointing.policy=selective",), "norms, GELU and dropout are computed again in backward: a few percent slower"
     if composed.checkpoint_policy != "full":
         yield ("activation_checkpointing.policy=full",), "each block is computed again in backward: about a third slower"
+    ranks = _sharding_ranks(composed)
     for higher in range(stage + 1, 4 if ranks > 1 else 1):
         costs = "more communication, within a node hardly slower" if higher < 3 else "half as much communication again"
         yield (f"zero_optimization.stage={higher}",), f"{('', 'optimizer', 'gradients too', 'weights too')[higher]} split over {ranks} ranks: {costs}"

@@ -17,15 +17,18 @@ from typing import Literal
 import psutil
 import torch
 
-from ds_gpt.config import ConfigError, RunConfig
+from ds_gpt.config import Composed, ConfigError, RunConfig
+from ds_gpt.engine.node_folder import keep_compiled_code_here
 from ds_gpt.engine.ranks import Ranks, require_free_port
 from ds_gpt.model.counts import parameters
+from ds_gpt.planner import predict
 
 GIB, MIB = 2**30, 2**20
 _PROBE_BYTES = MIB
 _FOREIGN_MIB = 1024  # of GPU memory in use: more than idle desktops and contexts take
 _LOCK_S = 600.0  # DeepSpeed's largest op builds in less
 _SHM_BYTES = GIB  # a container has 64 MiB unless it is told otherwise
+_FULL = 0.92  # of the memory: buffers, fragments and contexts take the rest
 _INFINIBAND = Path("/dev/infiniband")
 _DEFAULT_PORT = 29500  # of torchrun and of the deepspeed launcher
 
@@ -54,21 +57,23 @@ def of_error(name: str, error: ConfigError) -> list[Check]:
     return [Check(name, "problem", problem.what, problem.why, problem.fix) for problem in error.problems]
 
 
-def of_this_node(ranks: Ranks, nodes: int, run: RunConfig, run_dir: Path) -> Iterator[Check]:
+def of_this_node(ranks: Ranks, composed: Composed, run_dir: Path) -> Iterator[Check]:
     """Every check that one process of a node can make.
 
     Args:
         ranks: this process among the others.
-        nodes: how many nodes the run has.
-        run: what is to be trained.
+        composed: what is to be trained.
         run_dir: where.
     """
     yield from devices(ranks)
-    yield from interfaces(ranks.device.type, nodes)
+    yield from memory(ranks, composed)
+    yield from interfaces(ranks.device.type, ranks.spans_nodes)
     if ranks.world_size == 1:
         yield port(int(os.environ.get("MASTER_PORT", _DEFAULT_PORT)))
     yield folder(run_dir)
-    yield disk(run, run_dir)
+    yield disk(composed.run, run_dir)
+    if ranks.spans_nodes:
+        keep_compiled_code_here()
     yield extension_locks()
     yield shared_memory(ranks)
     yield from limits(ranks.world_size)
@@ -105,6 +110,23 @@ def devices(ranks: Ranks) -> Iterator[Check]:
             yield Check("devices", "problem", f"GPU {index} ({name}): {ecc} uncorrected ECC errors", why, "leave it out and have it reset or replaced")
 
 
+def memory(ranks: Ranks, composed: Composed) -> Iterator[Check]:
+    """Whether a step fits, as ``ds-gpt plan`` foresees it; nothing where the planner has no figures for the run."""
+    foreseen = predict(composed)
+    if foreseen is None:
+        return
+    if ranks.device.type == "cuda":
+        needed, room, where = foreseen.peak_bytes, torch.cuda.get_device_properties(ranks.device).total_memory, "the GPU"
+    else:
+        needed, room, where = ranks.local_world_size * foreseen.peak_bytes, psutil.virtual_memory().total, "this machine"
+    saw = f"the step of {composed.run.name} needs {needed / GIB:,.3g} GiB by plan, of {room / GIB:,.1f} GiB of {where}"
+    if needed > _FULL * room:
+        verdict: Literal["warning", "problem"] = "problem" if needed > room else "warning"
+        yield Check("memory", verdict, saw, "it would run out of memory, perhaps in the middle of the run", "ds-gpt plan --why says which settings need less")
+    else:
+        yield Check("memory", "ok", saw)
+
+
 def nvidia_smi(query: str) -> list[list[str]]:
     """The fields of every GPU; nothing where there is no driver."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
@@ -115,7 +137,7 @@ def nvidia_smi(query: str) -> list[list[str]]:
     return [[field.strip() for field in line.split(",")] for line in printed.splitlines() if line.strip()]
 
 
-def interfaces(kind: str, nodes: int) -> Iterator[Check]:
+def interfaces(kind: str, several: bool) -> Iterator[Check]:
     """Whether the network interface that will be used leads to other nodes."""
     variable = "NCCL_SOCKET_IFNAME" if kind == "cuda" else "GLOO_SOCKET_IFNAME"
     addresses = {name: [a.address for a in found if a.family in (socket.AF_INET, socket.AF_INET6)] for name, found in psutil.net_if_addrs().items()}
@@ -127,7 +149,7 @@ def interfaces(kind: str, nodes: int) -> Iterator[Check]:
         chosen = _chosen(value, up, exact=kind == "cpu")
         if not chosen:
             yield Check("network", "problem", f"{variable} = '{value}': no such interface is up ({', '.join(up)})", "the ranks would not connect", remedy)
-        elif nodes > 1 and not set(chosen) - {"lo"}:
+        elif several and not set(chosen) - {"lo"}:
             yield Check("network", "problem", f"{variable} = '{value}' is the loopback", "it does not lead to other nodes", remedy)
         else:
             yield Check("network", "ok", f"{variable} = '{value}': {', '.join(chosen)}")
@@ -138,10 +160,10 @@ def interfaces(kind: str, nodes: int) -> Iterator[Check]:
         address = ""
     if not address or address.startswith("127."):
         saw = f"the name of this machine, {platform.node()}, leads to {address or 'no address'}, and {variable} is not set"
-        if nodes > 1 and kind == "cpu":
+        if several and kind == "cpu":
             yield Check("network", "problem", saw, "gloo takes that address, where other nodes cannot reach it", remedy)
         else:
-            yield Check("network", "ok", f"{saw}: " + ("fine on one node" if nodes == 1 else f"NCCL chooses among {', '.join(outward)}"))
+            yield Check("network", "ok", f"{saw}: " + ("fine on one node" if not several else f"NCCL chooses among {', '.join(outward)}"))
     else:
         yield Check("network", "ok", f"{platform.node()} is {address}; up: {', '.join(up)}")
 

@@ -19,7 +19,8 @@ from uuid import uuid4
 import torch
 
 from ds_gpt import __version__
-from ds_gpt.config import ConfigError, RunConfig
+from ds_gpt.config import Composed, ConfigError, ParallelConfig
+from ds_gpt.engine.grid import said_apart
 from ds_gpt.engine.meeting import Meeting, Reduction, all_reduce
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.planner.clock import Constants
@@ -43,13 +44,13 @@ _SAME = {
 
 
 def preflight(
-    ranks: Ranks, run: RunConfig, run_dir: Path, deadline_s: float, report: Callable[[Sequence[Check]], None]
+    ranks: Ranks, composed: Composed, run_dir: Path, deadline_s: float, report: Callable[[Sequence[Check]], None]
 ) -> bool:
     """Make every check; every rank must call it. Nothing is waited for longer than a few deadlines.
 
     Args:
         ranks: this process among the others.
-        run: what is to be trained.
+        composed: what is to be trained.
         run_dir: where.
         deadline_s: how long a rank is waited for.
         report: told what was found: on rank 0, and on the first rank of a node that cannot reach rank 0.
@@ -57,9 +58,8 @@ def preflight(
     Returns:
         Whether any rank found a problem; the same on every rank.
     """
-    nodes = ranks.world_size // ranks.local_world_size
     with _bounded("checking this machine", ranks, 2 * deadline_s):  # by then rank 0 has named this rank
-        own = list(of_this_node(ranks, nodes, run, run_dir)) if ranks.local_rank == 0 else []
+        own = list(of_this_node(ranks, composed, run_dir)) if ranks.local_rank == 0 else []
         known = facts(ranks)
     try:
         # A TCPStore waits for ever, whatever its timeout, where a stranger holds the port and does not speak.
@@ -74,10 +74,12 @@ def preflight(
             report(own)
         return _failed(own)
     meeting.tell("report", {"facts": known, "checks": [asdict(check) for check in own]})
-    return _lead(meeting, run_dir, report) if ranks.is_first else _follow(meeting, own, report)
+    return _lead(meeting, composed.run.parallel, run_dir, report) if ranks.is_first else _follow(meeting, own, report)
 
 
-def _lead(meeting: Meeting, run_dir: Path, report: Callable[[Sequence[Check]], None]) -> bool:
+def _lead(
+    meeting: Meeting, parallel: ParallelConfig, run_dir: Path, report: Callable[[Sequence[Check]], None]
+) -> bool:
     """Rank 0's part: ask, compare, report, and tell the verdict."""
     reports = meeting.hear_all("report")
     silent = sorted(set(range(meeting.ranks.world_size)) - set(reports))
@@ -88,7 +90,7 @@ def _lead(meeting: Meeting, run_dir: Path, report: Callable[[Sequence[Check]], N
     if silent:
         checks.append(_silent(silent, meeting.deadline_s, "before the ranks met"))
     else:
-        checks += [*_clocks(meeting, clocks), *_shared(meeting, run_dir, known), *_all_reduce(meeting, known)]
+        checks += [nodes(known, parallel), *_clocks(meeting, clocks), *_shared(meeting, run_dir, known), *_all_reduce(meeting, known)]
     report(checks)
     meeting.tell("verdict", _failed(checks))
     others = set(range(meeting.ranks.world_size)) - {0}
@@ -131,6 +133,24 @@ def facts(ranks: Ranks) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": version("numpy"),
     }
+
+
+def nodes(known: Mapping[int, Mapping[str, Any]], parallel: ParallelConfig) -> Check:
+    """Which nodes there are, and whether those ranks that talk most lie together."""
+    of_ranks = [known[rank]["node"] for rank in range(len(known))]
+    names = list(dict.fromkeys(of_ranks))
+    counts = [of_ranks.count(name) for name in names]
+    each = f", {_counted(counts[0])} each" if len(set(counts)) == 1 and len(names) > 1 else ""
+    listed = ", ".join(name if each else f"{name} with {_counted(count)}" for name, count in zip(names, counts, strict=True))
+    saw = f"{len(names)}: {listed}{each}"
+    if text := said_apart(parallel, of_ranks):
+        fix = f"make the ranks of each node a multiple of parallel.tensor x parallel.sequence = {parallel.tensor * parallel.sequence}"
+        return Check("nodes", "warning", f"{saw}; {text}", "a network is many times slower than the links within a node", fix)
+    return Check("nodes", "ok", saw)
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def differences(known: Mapping[int, Mapping[str, Any]]) -> Iterator[Check]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import platform
 import sys
 import threading
 import time
@@ -41,6 +42,11 @@ class Watchdog:
         self._last = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds after which a hang is ended wherever it is."""
+        return _DISK * self._timeout_s + _LAST_RESORT_S
 
     def beat(self) -> None:
         """Something finished: a step, a save."""
@@ -86,8 +92,9 @@ class Watchdog:
         with self._path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         print(
-            f"ds_gpt: rank {self._rank}: nothing finished in {self._allowed_s:g} s ({times}health.hang_timeout_s); "
-            f"its stacks are in '{self._path}'. The rank whose stack differs from the others is the one they wait for.",
+            f"ds_gpt: rank {self._rank}: nothing finished in {self._allowed_s:g} s ({times}health.hang_timeout_s) on {platform.node()}; "
+            f"its stacks are in '{self._path}'. The rank whose stack differs from the others, or is missing, is the one they wait for: "
+            "look at it, at its host, and at the network between them.",
             file=sys.__stderr__,  # not sys.stderr, which a live progress bar has replaced, and whose lock the main thread may hold
             flush=True,
         )

@@ -46,7 +46,7 @@ class OneRankEngine:
         self.weight = torch.zeros(1000)
 
     def pieces(self) -> Iterator[Piece]:
-        yield Piece("w", 0, {"weight": self.weight}, replicated=True)
+        yield Piece("w", 0, {"weight": self.weight})
 
     def state_facts(self) -> dict[str, Any]:
         return {"optimizer_steps": 0, "loss_scaler": {}}

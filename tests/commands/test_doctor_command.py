@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hosts import Host, two_hosts
 from jobs import DEEPSPEED, DS_GPT, REPOSITORY, TORCHRUN, ran, started
 
 LAUNCHED = {
@@ -25,8 +25,8 @@ PATH = {"PYTHONPATH": str(REPOSITORY)}
 def test_ranks_of_a_launcher_compare_notes(launcher: str, tmp_path: Path) -> None:
     ended = ran(tmp_path, *LAUNCHED[launcher], "ds_gpt", "doctor", "--deadline", "30", deadline_s=90, **PATH)
     assert ended.status == 0, ended.out + ended.err
-    assert ended.out.count("2 ranks on 1 node") == 1
-    for name in ("devices", "network", "run folder", "disk", "extension locks", "versions", "shared folder", "all-reduce"):
+    assert ended.out.count("2 ranks, 2 on this node") == 1
+    for name in ("devices", "nodes", "network", "run folder", "disk", "extension locks", "versions", "shared folder", "all-reduce"):
         assert f"ok       {name} " in ended.out, ended.out
 
 
@@ -75,51 +75,32 @@ def test_a_rendezvous_port_that_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[dict[str, list[str]]]:
-    """Two machines and a cable between them: for each interface the words that start a command on its machine."""
-    spaces = [f"dsgpt{os.getpid()}{side}" for side in "ab"]
-    made = [
-        *(f"ip netns add {space}" for space in spaces),
-        f"ip link add wire0 netns {spaces[0]} type veth peer name wire1 netns {spaces[1]}",
-        *(f"ip -n {space} addr add 10.77.0.{n + 1}/24 dev wire{n}" for n, space in enumerate(spaces)),
-        *(f"ip -n {space} link set {device} up" for n, space in enumerate(spaces) for device in (f"wire{n}", "lo")),
-    ]
-    try:
-        for command in made:
-            try:
-                subprocess.run(command.split(), check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError):
-                pytest.skip("only root may make network namespaces, with iproute2")
-        start = 'hostname "$0"; exec "$@"'
-        yield {
-            f"wire{n}": ["ip", "netns", "exec", space, "unshare", "--uts", "sh", "-c", start, f"host{n}"]
-            for n, space in enumerate(spaces)
-        }
-    finally:
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts(named=False) as both:
+        yield both
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_two_hosts(told: bool, hosts: dict[str, list[str]], tmp_path: Path) -> None:
+def test_two_hosts(told: bool, hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Told the interface they reduce; else gloo takes the loopback, on which neither host reaches the other."""
     place = {"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555"}
     doctor = [sys.executable, "-m", "ds_gpt", "doctor", "--deadline", "15" if told else "4"]
     environments = [
-        {**place, **PATH, "RANK": str(rank), **({"GLOO_SOCKET_IFNAME": wire} if told else {})} for rank, wire in enumerate(hosts)
+        {**place, **PATH, "RANK": str(rank), **({"GLOO_SOCKET_IFNAME": host.interface} if told else {})}
+        for rank, host in enumerate(hosts)
     ]
-    first_host, second_host = hosts.values()
     with (
-        started(tmp_path, *first_host, *doctor, **environments[0]) as first,
-        started(tmp_path, *second_host, *doctor, **environments[1]) as second,
+        started(tmp_path, *hosts[0].words(*doctor), **environments[0]) as first,
+        started(tmp_path, *hosts[1].words(*doctor), **environments[1]) as second,
     ):
         ended = [job.wait(60) for job in (first, second)]
     assert [job.status for job in ended] == ([0, 0] if told else [1, 1]), ended
-    assert "2 ranks on 2 nodes" in ended[0].out
+    assert "2 ranks, 1 on this node" in ended[0].out
     if told:
+        assert "2: host0, host1, 1 rank each" in ended[0].out
         assert "all nodes are within" in ended[0].out and "ok       all-reduce " in ended[0].out
     else:
-        for host, wire in (("host0", "wire0"), ("host1", "wire1")):
-            assert f"problem  network          {host}: " in ended[0].out
-            assert f"set GLOO_SOCKET_IFNAME to the one that reaches the other nodes: {wire}" in ended[0].out
+        for host in hosts:
+            assert f"problem  network          {host.name}: " in ended[0].out
+            assert f"set GLOO_SOCKET_IFNAME to the one that reaches the other nodes: {host.interface}" in ended[0].out
         assert "problem  all-reduce " in ended[0].out

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from jobs import DEEPSPEED, PLAIN, TORCHRUN, TRAIN, Ended, checkpoint, metrics, started
 
@@ -67,5 +69,19 @@ def test_a_signal_before_training_leaves_nothing(tmp_path: Path, endless: list[s
     with started(tmp_path, *PLAIN, TRAIN, *endless) as job:
         job.interrupt()
         ended = job.wait(20)
+    assert ended.status != 0
+    assert not (tmp_path / "runs").exists()
+
+
+def test_also_where_its_launcher_does_not_hear_it(tmp_path: Path, endless: list[str]) -> None:
+    """launch/slurm.sbatch starts torchrun without SIGINT, and so the ranks: the signal would be lost until they train."""
+    with started(tmp_path, "bash", "-c", 'trap "" INT; exec "$@"', "bash", *PLAIN, TRAIN, *endless) as job:
+        while not psutil.Process(job.process.pid).name().startswith("python"):
+            time.sleep(0.01)
+        end = time.monotonic() + 20
+        while job.process.poll() is None and time.monotonic() < end:
+            job.interrupt()
+            time.sleep(0.2)
+        ended = job.wait(1)
     assert ended.status != 0
     assert not (tmp_path / "runs").exists()

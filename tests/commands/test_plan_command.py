@@ -88,6 +88,9 @@ def test_durations_have_the_unit_that_reads_best(steps: int, unit: str) -> None:
     assert re.search(rf"  h100 .* USD +[\d.]+ {unit} ", said)
 
 
+ON_PAPER = ("--tensor", "2", "--deepspeed_config", "ds_configs/zero3.json")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -97,11 +100,13 @@ def test_durations_have_the_unit_that_reads_best(steps: int, unit: str) -> None:
         (("--price", "-1"), "--price -1.0 is not a price"),
         (("--price", "nan"), "--price nan is not a price"),
         (("--set", "model.heads=3"), "model.heads"),
-        (("--tensor", "3"), "8 devices are not a whole number of times tensor 3"),
-        (("--pipeline", "64", "--devices", "64"), "pipeline 64 is more than model.layers = 20"),
+        (("--tensor", "3"), "8 ranks are not a whole number of times tensor 3"),
+        (("--pipeline", "64", "--devices", "64"), "parallel.pipeline = 64 is more than model.layers = 20"),
         (("--device-file", "no_such.yaml"), "the device file 'no_such.yaml' cannot be read"),
-        (("--tensor", "2", "--trace"), "--trace: tensor 2 is on paper only"),
-        (("--tensor", "2", "--write", "never.json"), "--write never.json: tensor 2 is on paper only"),
+        (("--tensor", "0"), "--tensor 0 is not a number of devices"),
+        (("--pipeline", "2", "--trace"), "--trace: pipeline 2 at ZeRO 1"),
+        ((*ON_PAPER, "--trace"), "--trace: tensor 2 at ZeRO 3"),
+        ((*ON_PAPER, "--write", "never.json"), "--write never.json: tensor 2 at ZeRO 3 is on paper only"),
         (("--write", "no_such_folder/out.json"), "--write no_such_folder/out.json: No such file or directory"),
         (("--plot", "picture.word"), "--plot picture.word: Format 'word' is not supported"),
         (("--colour",), "--colour"),
@@ -123,15 +128,25 @@ def test_the_search_looks_at_splits_and_other_devices_in_time() -> None:
     assert time.process_time() - start < 10
 
 
-def test_a_split_that_was_asked_for_is_on_paper() -> None:
-    result = plan(*GPT_1B, "--tensor", "2", "--pipeline", "2")
-    assert re.search(r"fastest that fits.*: tensor 2 x pipeline 2, ZeRO [01],", result.stdout) and "on paper only" in result.stdout
+def test_a_split_that_was_never_proved_is_on_paper() -> None:
+    result = plan(*GPT_1B, "--tensor", "2", "--pipeline", "2", "--sequence", "2")
+    assert re.search(r"fastest that fits.*: tensor 2 x pipeline 2 x sequence 2, ZeRO [01],", result.stdout) and "on paper only" in result.stdout
     assert "train.py" not in result.stdout
+
+
+def test_the_degrees_that_go_with_the_json_are_in_the_command(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    printed = plan(*GPT_1B, "--sequence", "2", "--tensor", "2", "--write", str(written)).stdout
+    command = shlex.split(printed.strip().splitlines()[-1])
+    settings = [value for flag, value in zip(command, command[1:], strict=False) if flag == "--set"]
+    assert {"parallel.sequence=2", "parallel.tensor=2"} <= set(settings)
+    run = load(GPT_1B[1], written, HARDWARE, settings)
+    assert run.data_ranks == 2 and f"micro-batch {run.micro_batch_size} x {run.accumulation_steps}" in printed
 
 
 def test_json_has_degrees_and_offload() -> None:
     found = json.loads(plan(*GPT_1B, "--sequence", "4", "--json").stdout)
-    assert {(candidate["sequence"], candidate["on_paper"]) for candidate in found} == {(4, True)}
+    assert {(candidate["sequence"], candidate["on_paper"]) for candidate in found} == {(4, False)}
     assert {candidate["offload_optimizer"] for candidate in found} == {False, True}
 
 

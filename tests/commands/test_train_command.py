@@ -10,7 +10,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import CONFIGS, DEEPSPEED, DS_GPT, PLAIN, REPOSITORY, TORCHRUN, TRAIN, Ended, checkpoint, metrics, ran, started
+
+from ds_gpt.commands.train import parser, settle
+from ds_gpt.config import parallel
+from ds_gpt.engine.ranks import Ranks
 
 
 def losses(run: Path) -> list[float]:
@@ -47,6 +52,29 @@ def test_deepspeed_launcher_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Pa
     assert ended.err == ""
     assert "8 a rank x 2 ranks" in ended.out
     assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5), "the batch is the same, split otherwise"
+
+
+def test_two_ranks_that_share_each_sequence(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:
+    ended = ran(tmp_path, *DEEPSPEED, "--num_gpus", 2, TRAIN, *tiny, "--set", "parallel.sequence=2")
+    assert_trained(ended, run := tmp_path / "runs" / "quickstart")
+    assert ended.err == ""
+    assert "16 a rank x 1 data rank x 1 accumulation step" in ended.out and "sequence 2: copies of the model: 1" in ended.out
+    assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5)
+    assert metrics(run)[-1]["val_loss"] == pytest.approx(metrics(plain[1])[-1]["val_loss"], rel=1e-5)
+    assert (run / "sample.txt").read_text() == (plain[1] / "sample.txt").read_text()
+
+
+def test_a_tensor_parallel_run_goes_on_alone_and_is_used(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:
+    ended = ran(tmp_path, *DEEPSPEED, "--num_gpus", 2, TRAIN, *tiny, "--set", "parallel.tensor=2")
+    assert_trained(ended, run := tmp_path / "runs" / "quickstart")
+    assert ended.err == ""
+    assert "16 a rank x 1 data rank" in ended.out and "tensor 2: copies of the model: 1" in ended.out
+    assert losses(run) == pytest.approx(losses(plain[1]), rel=1e-5)
+    ended = ran(tmp_path, *PLAIN, TRAIN, "--resume", run, "--set", "training.steps=6", "--set", "parallel.tensor=1")
+    assert ended.status == 0 and metrics(run)[-1]["step"] == 6, ended.out + ended.err
+    assert "changed since it was saved: parallel.tensor: 2 when saved, 1 now" in ended.out
+    ended = ran(tmp_path, *PLAIN, "-m", "ds_gpt", "export", run / "checkpoints" / "step_0000004", PYTHONPATH=str(REPOSITORY))
+    assert ended.status == 0, ended.out + ended.err
 
 
 def test_torchrun_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Path, tiny: list[str]) -> None:
@@ -142,3 +170,12 @@ def test_two_jobs_at_once(tmp_path: Path, endless: list[str]) -> None:
 def test_console_script_trains_too(tmp_path: Path, tiny: list[str]) -> None:
     ended = ran(tmp_path, *DS_GPT, "train", *tiny, "--set", "training.steps=1", "--run-dir", tmp_path / "mine")
     assert_trained(ended, tmp_path / "mine", steps=1)
+
+
+def test_the_summary_says_that_matrices_are_shared_over_the_network(tiny: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parallel.COMBINATIONS, frozenset({"tensor"}), (0, 1, 2))
+    options = parser().parse_args([*tiny, "--set", "parallel.tensor=2"])
+    for local, said in ((2, False), (1, True)):
+        composed, *_ = settle(options, Ranks(0, 4, 0, local, torch.device("cpu")))
+        notes = [note for note in composed.notes if "share matrices (tensor 2) and are not on one node" in note]
+        assert bool(notes) == said, composed.notes

@@ -23,6 +23,27 @@ def test_all_together_is_refused_and_says_why() -> None:
         tiny("zero1", 8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=2"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["stage=dpo"], "stage = 'dpo' with parallel.sequence = 2"),
+        (["stage=reward"], "stage = 'reward' with parallel.sequence = 2"),
+        (["objective.name=masked"], "objective.name = 'masked' with parallel.sequence = 2"),
+        (["compile.enabled=true"], r"compile.enabled \(--set\) with parallel.sequence = 2"),
+    ],
+)
+def test_what_ranks_that_share_sequences_cannot_do_is_refused(settings: list[str], complaint: str) -> None:
+    tiny("zero1", 2, settings)
+    with pytest.raises(ConfigError, match=complaint):
+        tiny("zero1", 2, [*settings, "parallel.sequence=2"])
+
+
+def test_ranks_that_share_sequences_take_the_same_batches() -> None:
+    composed = tiny("zero1", 4, ["parallel.sequence=2", "batch.micro_batch_size=2"])
+    assert (composed.data_ranks, composed.accumulation_steps) == (2, 4)
+    assert composed.deepspeed["train_batch_size"] == 32  # of half the length each
+
+
 def test_ranks_that_are_no_whole_number_of_copies_are_refused() -> None:
     with pytest.raises(ConfigError, match="4 ranks are not a whole number of times pipeline 3"):
         tiny("zero1", 4, ["parallel.pipeline=3"])
@@ -41,3 +62,57 @@ def test_ranks_that_are_no_whole_number_of_copies_are_refused() -> None:
 def test_shapes_that_cannot_be_shared_out_are_refused(settings: list[str], ranks: int, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         tiny("zero1", ranks, settings)
+
+
+def test_matrices_are_shared_with_zero_0_to_2() -> None:
+    with pytest.raises(ConfigError, match="tensor 2 with zero_optimization.stage = 3(.|\n)*it works with ZeRO 0, 1, 2(.|\n)*stage: 2"):
+        tiny("zero3", 2, ["parallel.tensor=2"])
+    with pytest.raises(ConfigError, match="partition_activations(.|\n)* with parallel.tensor(.|\n)*policy: full"):
+        tiny("zero1", 2, ["parallel.tensor=2", "activation_checkpointing={partition_activations: true}"])
+
+
+def test_ranks_take_the_batch_that_their_data_parallel_rank_has() -> None:
+    composed = tiny("zero1", 4, ["parallel.tensor=2", "batch.micro_batch_size=2"])
+    assert composed.data_ranks == 2 and composed.accumulation_steps == 4
+    assert composed.deepspeed["train_batch_size"] == 16 == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "setting", "complaint"),
+    [
+        ("zero2", None, "pipeline 2 with zero_optimization.stage = 2(.|\n)*works with ZeRO 0, 1(.|\n)*stage: 1"),
+        ("zero3", None, "pipeline 2 with zero_optimization.stage = 3(.|\n)*stage: 1"),
+        ("zero1", "stage=dpo", "stage: dpo with parallel.pipeline"),
+        ("zero1", "stage=reward", "stage: reward with parallel.pipeline"),
+        ("zero1", "compile.enabled=true", r"compile.enabled \(--set\) with parallel.pipeline"),
+        ("zero1", "torch_autocast={enabled: true, dtype: bfloat16}", "torch_autocast.enabled .* with parallel.pipeline(.|\n)*use bf16"),
+        ("zero1", "zero_optimization.offload_optimizer={device: cpu}", "zero_optimization.offload_optimizer .* with parallel.pipeline"),
+        ("zero1", "activation_checkpointing={partition_activations: true}", "partition_activations .* with parallel.pipeline"),
+        ("zero1", "activation_checkpointing={contiguous_memory_optimization: true}", "contiguous_memory_optimization .* with"),
+        ("zero1", "pipeline={stages: 2}", r"pipeline \(--set\) with parallel.pipeline"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(deepspeed: str, setting: str | None, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        tiny(deepspeed, 2, ["parallel.pipeline=2", *([setting] if setting else [])])
+    if setting is not None:
+        tiny(deepspeed, 2, [setting])  # it is the pipeline that is in the way
+
+
+def test_fp16_that_adds_gradients_up_in_fp32_is_refused_in_a_pipeline() -> None:
+    settings = ["zero_optimization.stage=1", "data_types.grad_accum_dtype=fp32"]
+    tiny("fp16", 2, settings)
+    with pytest.raises(ConfigError, match="grad_accum_dtype = 'fp32' .* with fp16 with parallel.pipeline"):
+        tiny("fp16", 2, [*settings, "parallel.pipeline=2"])
+
+
+def test_a_pipeline_composes_with_what_is_off() -> None:
+    settings = ["compile.enabled=false", "zero_optimization.offload_optimizer={device: none}", "torch_autocast={enabled: false}"]
+    assert tiny("zero1", 4, ["parallel.pipeline=2", *settings]).data_ranks == 2
+
+
+@pytest.mark.parametrize(("accumulation", "idle"), [(1, "50%"), (3, "25%"), (15, "6%")])
+def test_the_bubble_of_a_pipeline_is_told(accumulation: int, idle: str) -> None:
+    composed = tiny("zero1", 2, ["parallel.pipeline=2", f"batch.global_batch_size={accumulation}", f"gradient_accumulation_steps={accumulation}"])
+    assert any(f"2 stages idle {idle} of the time" in note for note in composed.notes)
+    assert not any("idle" in note for note in tiny("zero1", 2).notes)

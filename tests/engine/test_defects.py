@@ -379,7 +379,7 @@ def noise(ranks: Any, composed: Composed, folder: Path) -> tuple[str, int]:
     engine = Engine(composed, ranks)
     resets: list[None] = []
     get_accelerator().reset_peak_memory_stats = lambda *args: resets.append(None)
-    loader = tiny_loader(composed, ranks.rank, ranks.world_size)
+    loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
     engine.step(0, loader.load(0), LR)
     engine.evaluate(loader.load(1))
     loader.close()
@@ -389,10 +389,48 @@ def noise(ranks: Any, composed: Composed, folder: Path) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("file", "settings"), [("zero0", []), ("zero0", ["bf16.enabled=true"]), ("zero1", ["bf16.enabled=true"]), ("zero3", []), ("fp16", [])]
-)
+    ("file", "settings"),
+    [
+        ("zero0", []), ("zero0", ["bf16.enabled=true"]), ("zero1", ["bf16.enabled=true"]), ("zero3", []), ("fp16", []),
+        ("zero1", ["parallel.pipeline=2"]), ("zero1", ["parallel.pipeline=2", "model.tied_head=false", "bf16.enabled=true"]),
+    ],
+)  # fmt: skip
 def test_our_engine_is_quiet(file: str, settings: list[str], tmp_path: Path) -> None:
     assert run_ranks(2, noise, tiny(file, 2, settings), tmp_path) == [("", 0)] * 2
+
+
+# ---- The bucket of a pipeline ------------------------------------------------------------------------------------------
+
+BUCKET_ELEMENTS = 1_000_000
+
+
+def alone_pipeline() -> Any:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        module = PipelineModule([one_weight(), one_weight()], num_stages=2, loss_fn=lambda y, _: y.sum(), partition_method="uniform")
+    return alone(module, 1, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET_ELEMENTS})
+
+
+def largest_memory_of_a_step(ranks: Any, composed: Composed | None) -> float:
+    """In buckets, of a step in a pipeline of two stages: of our engine, or of DeepSpeed's alone."""
+    from ds_gpt.engine.allocations import Allocations
+    from ds_gpt.engine.engine import Engine
+
+    engine = Engine(composed, ranks) if composed else alone_pipeline()
+    with Allocations() as allocations:
+        if composed:
+            engine.step(0, tiny_loader(composed, 0, 1).load(0), LR)
+        else:
+            engine.train_batch(iter([(torch.ones(1, 1), torch.ones(1, 1))]))
+        allocations.mark("step")
+    return max(phase.peak_bytes for phase, _ in allocations.phases()) / (4 * BUCKET_ELEMENTS)
+
+
+def test_a_pipeline_has_one_bucket() -> None:
+    assert min(run_ranks(2, largest_memory_of_a_step, None)) > 1.9, mended("keep_one_bucket (defects.py)")
+    ours = tiny("zero1", 2, ["parallel.pipeline=2", f"zero_optimization.reduce_bucket_size={BUCKET_ELEMENTS}"])
+    assert max(run_ranks(2, largest_memory_of_a_step, ours)) < 1.9
 
 
 # ---- ZeRO-3's linear ----------------------------------------------------------------------------------------------------

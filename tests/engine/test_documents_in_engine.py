@@ -20,6 +20,7 @@ WAYS = {
     "zero1": ["activation_checkpointing={policy: full}"],
     "zero2": ["activation_checkpointing={policy: selective}"],
     "zero3": ["activation_checkpointing={policy: full, partition_activations: true}"],
+    "zero2, shared sequences": ["activation_checkpointing={policy: full}", "parallel.sequence=2"],
 }
 
 
@@ -49,8 +50,9 @@ def reference(apart: bool) -> list[tuple[float, float]]:
 def through_engine(ranks: Any, name: str) -> list[tuple[float, float]]:
     from ds_gpt.engine.engine import Engine
 
-    composed = tiny(name, 2, [*SETTINGS, *WAYS[name]])
-    engine, loader = Engine(composed, ranks), tiny_loader(composed, ranks.rank, 2)
+    composed = tiny(name.partition(",")[0], 2, [*SETTINGS, *WAYS[name]])
+    engine = Engine(composed, ranks)
+    loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
     curve = []
     for step in range(STEPS):
         batches = [(inputs_BT, targets_BT, documents(inputs_BT)) for inputs_BT, targets_BT in loader.load(step)]

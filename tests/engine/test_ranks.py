@@ -9,7 +9,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,6 +21,7 @@ from forked_ranks import run_ranks
 
 from ds_gpt.config import ConfigError
 from ds_gpt.engine import ranks as ranks_module
+from ds_gpt.engine.node_folder import node_folder
 from ds_gpt.engine.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -134,6 +137,31 @@ def test_one_rank_needs_no_process_group() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def wait_longer_than_the_limit(ranks: Ranks, told: bool) -> bool:
+    """Whether rank 0 waits for rank 1 in each of two groups, both made with a limit of a second."""
+    second = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    for group in (None, second):
+        torch.distributed.barrier(group)  # they connect
+    if told:
+        ranks.wait_at_least(60)
+    try:
+        for group in (None, second):
+            if not ranks.is_first:
+                time.sleep(2)
+            torch.distributed.barrier(group)
+    except RuntimeError:
+        Ranks.barrier = lambda self: None  # the harness's last word, for which there is no group any more
+        return False
+    return True
+
+
+def test_collectives_wait_for_as_long_as_a_watchdog_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    assert run_ranks(2, wait_longer_than_the_limit, True) == [True, True]
+    assert run_ranks(2, wait_longer_than_the_limit, False) == [False, False]
+
+
 # ---- Meeting ------------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +208,26 @@ def test_files_of_jobs_that_were_killed_are_removed(launcher: psutil.Process, re
     living.touch()
     ranks_module._rendezvous(Ranks(0, 2, 0, 2, CPU))
     assert not stale.exists() and living.exists()
+
+
+def test_a_folder_of_another_user_is_refused(rendezvous_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous_folder.symlink_to("/")
+    monkeypatch.setattr(os, "getuid", lambda: 4242)
+    (rendezvous_folder.parent / "ds_gpt-4242").mkdir()
+    with pytest.raises(ConfigError, match=r"(?s)ds_gpt-4242' belongs to user .*TMPDIR"):
+        node_folder()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_nodes_compile_each_for_itself(nodes: int, rendezvous_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    monkeypatch.setattr(ranks_module, "import_deepspeed", lambda kind: SimpleNamespace(init_distributed=lambda **_: None))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    Ranks(0, 2, 0, 2 // nodes, CPU).connect("file:///nowhere")
+    where = os.environ.pop("TORCH_EXTENSIONS_DIR", "")
+    assert where.startswith(f"{rendezvous_folder}/torch-{torch.__version__}-") == (nodes == 2)
+    assert os.environ["TRITON_CACHE_DIR"] == "/mine"
 
 
 def free_port() -> int:

@@ -24,6 +24,8 @@ CASES = {
     "zero2-fp32": ("zero2", ("bf16.enabled=false", "zero_optimization.overlap_comm=false")),
     "zero3-bf16": ("zero3", ("zero_optimization.reduce_bucket_size=100000", "zero_optimization.stage3_param_persistence_threshold=1000")),
     "zero3-fp32": ("zero3", ("bf16.enabled=false",)),
+    "zero1-fp32-sequence": ("zero1", ("bf16.enabled=false", "parallel.sequence=2", "model.positions=rotary")),
+    "zero1-fp32-tensor": ("zero1", ("bf16.enabled=false", "parallel.tensor=2")),
 }  # fmt: skip
 
 

@@ -37,14 +37,14 @@ class Job:
         _start_server()
         self._folder = tempfile.TemporaryDirectory()
         store = f"file://{Path(self._folder.name) / 'store'}"
-        self._pipes: list[Connection] = []
+        self.pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):
             receiver, sender = _CONTEXT.Pipe(duplex=False)
             process = _CONTEXT.Process(target=_rank_main, args=(rank, world_size, store, sender, function, args))
             process.start()
             sender.close()
-            self._pipes.append(receiver)
+            self.pipes.append(receiver)
             self.processes.append(process)
 
     def __enter__(self) -> Job:
@@ -62,14 +62,14 @@ class Job:
         """What the ranks returned, in rank order. A rank that raised, died or is not done in time is an AssertionError."""
         results: dict[int, Any] = {}
         end = time.monotonic() + deadline_s
-        while len(results) < len(self._pipes):
-            waited_for = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+        while len(results) < len(self.pipes):
+            waited_for = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
             ready = wait(waited_for, timeout=max(0, end - time.monotonic()))
             if not ready:
-                missing = sorted(set(range(len(self._pipes))) - set(results))
+                missing = sorted(set(range(len(self.pipes))) - set(results))
                 raise AssertionError(f"ranks {missing} were not done after {deadline_s:.0f} s")
             for pipe in ready:
-                rank = self._pipes.index(pipe)
+                rank = self.pipes.index(pipe)
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
@@ -77,7 +77,7 @@ class Job:
                 if not ok:
                     raise AssertionError(f"rank {rank} raised:\n{value}")
                 results[rank] = value
-        return [results[rank] for rank in range(len(self._pipes))]
+        return [results[rank] for rank in range(len(self.pipes))]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 120) -> list[Any]:

@@ -67,7 +67,8 @@ def _poison(trainer: Any, engine: Any, poison: dict[int, str]) -> None:
         return batches
 
     trainer.loader.load = poisoned_load
-    engine.model.norm.weight.register_hook(lambda gradient: gradient * float("nan") if armed["nan"] else gradient)
+    norm = next(weight for name, weight in engine.model.named_parameters() if "norm" in name)  # every stage of a pipeline has one
+    norm.register_hook(lambda gradient: gradient * float("nan") if armed["nan"] else gradient)
 
 
 def changed(overrides: list[str]) -> Any:

@@ -55,6 +55,12 @@ class StandIn:
             "STAND_IN": str(folder),
         }
 
+    def command(self, name: str, body: str) -> None:
+        """Another command on PATH, of bash."""
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+
     def run(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a launch script to its end."""
         command = ["bash", str(LAUNCH / script), *arguments]

@@ -4,7 +4,7 @@
 child's code only where that is positive; the second answers a signal, or a failing rank, with SIGTERM to one rank
 after the other; a rank finishes and saves at the first signal of a kind and stops at once at the second.
 
-What happens is written into the folder $STAND_IN: `argv.json`, and `KIND.RANK` files that hold a line per event.
+What happens is written into the folder $STAND_IN: `argv.json`, `passed` (variables for other machines), and `KIND.RANK` files that hold a line per event.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def note(name: str, text: str) -> None:
 def deepspeed() -> int:
     """The command: start launch.py and wait."""
     (FOLDER / "argv.json").write_text(json.dumps(sys.argv[1:]))
+    if variables := os.environ.get("DS_ENV_FILE"):  # read as DeepSpeed does, which asks whether it is a file
+        assert Path(variables).is_file()
+        (FOLDER / "passed").write_text(Path(variables).read_text())
     note("pids", str(os.getpid()))
     time.sleep(float(os.environ.get("STAND_IN_START_S", "0")))
     child = subprocess.Popen([sys.executable, __file__, "launch"], env={**os.environ, "STAND_IN_PART": "launch"})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until
+from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until, words_of
 
 TRAIN = str(REPOSITORY / "ds_gpt" / "train.py")
 
@@ -37,12 +38,21 @@ def test_the_example_gives_the_whole_command(stand_in: StandIn) -> None:
 
 def test_every_option_is_passed_on(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
     path = hostfile("# mine\n\n  node1   slots=8  # fast\nnode2 slots=4\nnode3\tslots=4")
-    options = [f"--hostfile={path}", "--num_nodes=2", "--num_gpus", "4", "--master_addr", "10.0.0.1", "--master_port=30000", "--launcher", "slurm"]
+    options = [f"--hostfile={path}", "--num_nodes=2", "--num_gpus", "4", "--master_addr", "10.0.0.1", "--master_port=30000"]
     words = stand_in.dry_run("multi_node.sh", *options, "--", "--num_nodes", "mine")
-    assert [option(words, f"--{name}") for name in ("hostfile", "num_nodes", "num_gpus", "master_addr", "master_port", "launcher")] == [
-        path, "2", "4", "10.0.0.1", "30000", "slurm"
+    assert [option(words, f"--{name}") for name in ("hostfile", "num_nodes", "num_gpus", "master_addr", "master_port")] == [
+        path, "2", "4", "10.0.0.1", "30000"
     ]  # fmt: skip
     assert words[words.index(TRAIN) + 1 :] == ["--num_nodes", "mine"]
+
+
+def test_the_doctor_comes_first(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+    options = ["--hostfile", hostfile("a slots=2\nb slots=2"), "--master_port", "30000"]
+    train = stand_in.dry_run("multi_node.sh", *options, "--config", "c.yaml")
+    doctor = [*train[: train.index(TRAIN)], "--module", "ds_gpt", "doctor", "--config", "c.yaml"]
+    for option_of_it, expected in (("--doctor", [doctor, train]), ("--doctor=only", [doctor])):
+        result = stand_in.run("multi_node.sh", "--dry-run", *options, option_of_it, "--config", "c.yaml")
+        assert list(map(words_of, result.stdout.splitlines())) == expected
 
 
 def test_our_rules_for_hostfiles_are_deepspeeds() -> None:
@@ -96,22 +106,79 @@ def test_mistakes_are_answered_before_anything_starts(stand_in: StandIn, hostfil
     assert not (stand_in.folder / "argv.json").exists()
 
 
-def test_other_launchers_pass_any_argument(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
-    words = stand_in.dry_run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--launcher", "openmpi", "--set", "x={a: $1}")
-    assert words[-1] == "x={a: $1}"
+@pytest.mark.parametrize(("arguments", "said"), [(["--launcher", "openmpi"], "would train alone"), (["--restarts=3"], "take lost ones out of the hostfile")])
+def test_what_it_does_not_have_is_said(stand_in: StandIn, hostfile: Callable[[str], str], arguments: list[str], said: str) -> None:
+    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), *arguments)
+    assert result.returncode == 2 and said in result.stderr
 
 
 def test_pdsh_is_asked_for(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
-    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), PATH=f"{stand_in.folder / 'bin'}:/usr/bin:/bin")
+    tools = stand_in.folder / "bin"
+    for tool in ("bash", "dirname"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), PATH=str(tools))
     assert result.returncode == 2 and "'pdsh' is not on PATH" in result.stderr
 
 
-def test_the_launcher_takes_the_place_of_the_script(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+@pytest.fixture
+def pdsh(stand_in: StandIn) -> StandIn:
+    """A pdsh that writes down its words and whatever it is told to say of the machines."""
+    stand_in.command("pdsh", 'printf "%s " "$@" >>"$STAND_IN/pdsh"; echo "$PDSH_SSH_ARGS_APPEND" >>"$STAND_IN/pdsh"; echo "${PDSH_SAYS:-}"; exit ${PDSH_STATUS:-0}')
+    stand_in.environment |= {"STAND_IN_CODE": "0", "HOME": str(stand_in.folder)}
+    return stand_in
+
+
+def test_the_launcher_takes_the_place_of_the_script(pdsh: StandIn, hostfile: Callable[[str], str]) -> None:
     """exec: the launcher's own handler, which reaches the other machines, gets the signals of whoever started the script."""
-    arguments = ["--hostfile", hostfile("a slots=1"), "--launcher", "openmpi", "--config", "a b"]
-    with stand_in.started(LAUNCH / "multi_node.sh", *arguments, STAND_IN_START_S="50") as process:
-        wait_until(lambda: stand_in.lines("pids"))
-        assert stand_in.pids() == [process.pid]
-        assert stand_in.argv()[-2:] == ["--config", "a b"]
+    arguments = ["--hostfile", hostfile("a slots=1"), "--config", "a b"]
+    with pdsh.started(LAUNCH / "multi_node.sh", *arguments, STAND_IN_START_S="50") as process:
+        wait_until(lambda: pdsh.lines("pids"))
+        assert pdsh.pids() == [process.pid]
+        assert pdsh.argv()[-2:] == ["--config", "a b"]
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("code", "part"), [("0", TRAIN), ("1", "ds_gpt")])
+def test_what_the_doctor_finds_stops_it(pdsh: StandIn, hostfile: Callable[[str], str], code: str, part: str) -> None:
+    result = pdsh.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--doctor", "--config", "c.yaml", STAND_IN_CODE=code)
+    assert result.returncode == int(code), result.stderr
+    assert part in pdsh.argv() and pdsh.argv()[-2:] == ["--config", "c.yaml"]
+
+
+def test_a_machine_that_cannot_start_it_is_named_before_any_rank_starts(pdsh: StandIn, hostfile: Callable[[str], str]) -> None:
+    path = hostfile("a slots=1\nb slots=1\nc slots=1")
+    result = pdsh.run("multi_node.sh", "--hostfile", path, "--num_nodes", "2", PDSH_STATUS="255", PDSH_SAYS="pdsh@here: b: ssh exited with exit code 255")
+    assert result.returncode == 2 and "b: ssh exited with exit code 255" in result.stderr and not pdsh.lines("pids")
+    (asked,) = pdsh.lines("pdsh")
+    assert " -w a,b " in asked and f"test -r '{TRAIN}'" in asked
+    assert "BatchMode=yes" in asked and "ServerAliveInterval=10" in asked  # a dead machine does not keep the launcher waiting
+
+
+def test_the_environment_that_training_needs_is_passed_on(pdsh: StandIn, hostfile: Callable[[str], str]) -> None:
+    (pdsh.folder / ".deepspeed_env").write_text("# ours\n\nTRITON_CACHE_DIR=/from the file\n")
+    given = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "4", "DEEPSPEED_TIMEOUT": "60", "SECRET": "x", "HF_HOME": "/a b"}
+    result = pdsh.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), cwd=pdsh.folder / "bin", **given)
+    assert result.returncode == 0, result.stderr
+    passed = dict(line.split("=", 1) for line in pdsh.lines("passed"))
+    assert {key: passed[key] for key in given if key != "SECRET"} == {key: value for key, value in given.items() if key != "SECRET"}
+    assert passed["TRITON_CACHE_DIR"] == "/from the file" and "SECRET" not in passed and "HOME" not in passed
+    (pdsh.folder / ".deepspeed_env").write_text("export A=1\n")
+    bad = pdsh.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--dry-run")
+    assert bad.returncode == 2 and ".deepspeed_env: 'export A=1' is not NAME=VALUE" in bad.stderr
+    odd = pdsh.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--dry-run", NCCL_X="$(date)", DS_ENV_FILE="/none")
+    assert odd.returncode == 2 and "NCCL_X=$(date)" in odd.stderr
+
+
+def test_an_interface_settles_where_they_meet_and_how_they_talk(pdsh: StandIn, hostfile: Callable[[str], str]) -> None:
+    arguments = ["--hostfile", hostfile("a slots=1\nb slots=1"), "--interface", "ib0"]
+    said = "3: ib0    inet 10.9.8.7/24 brd 10.9.8.255 scope global ib0"
+    result = pdsh.run("multi_node.sh", *arguments, PDSH_SAYS=said, GLOO_SOCKET_IFNAME="other")
+    assert result.returncode == 0, result.stderr
+    assert option(pdsh.argv(), "--master_addr") == "10.9.8.7"
+    assert {"NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib0"} <= set(pdsh.lines("passed"))
+    assert "-w a ip -4 -o addr show dev 'ib0'" in pdsh.lines("pdsh")[1]
+    missing = pdsh.run("multi_node.sh", *arguments, PDSH_SAYS='Device "ib0" does not exist.')
+    assert missing.returncode == 2 and "a has no interface 'ib0'" in missing.stderr and "does not exist" in missing.stderr
+    shown = pdsh.run("multi_node.sh", *arguments, "--dry-run")
+    assert "passed on: NCCL_SOCKET_IFNAME=ib0" in shown.stderr and "the address of ib0 on a" in shown.stderr

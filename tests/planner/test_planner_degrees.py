@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from traced_cases import CONFIGS
 
-from ds_gpt.config import ConfigError, load
+from ds_gpt.config import ConfigError, ParallelConfig, load
+from ds_gpt.config.parallel import COMBINATIONS, sharing_problems
 from ds_gpt.model.counts import parameters
 from ds_gpt.planner.clock import Constants
-from ds_gpt.planner.degrees import Degrees, check, possible
+from ds_gpt.planner.degrees import ALONE, possible
 from ds_gpt.planner.devices import DEVICES, device_named
 from ds_gpt.planner.memory import memory_of
 from ds_gpt.planner.search import candidates, cheapest, ranked, recommended
@@ -52,7 +54,8 @@ def test_what_is_split_is_smaller_and_what_is_not_stays() -> None:
     kept = whole.peak.kinds["activations"]
     # Of the 34 bytes of a token and unit of width (Korthikanti et al. 2022, equation 2) tensor parallelism splits 24: q, k, v, attention, twice F.
     assert tensor.peak.kinds["activations"] / kept == pytest.approx((10 + 24 / 2) / 34, rel=0.02)
-    assert sequence.peak.kinds["activations"] / kept == pytest.approx(1 / 2, rel=0.02)
+    # Of sequences that are shared all is halved, but attention's result comes twice.
+    assert sequence.peak.kinds["activations"] / kept == pytest.approx((34 + 2) / 34 / 2, rel=0.02)
     assert sequence.resident["weights"] == whole.resident["weights"]
     assert sequence.resident["moments"] == pytest.approx(whole.resident["moments"] / 2, rel=0.001)  # ZeRO shards over these ranks too
 
@@ -85,46 +88,67 @@ def test_tensor_ranks_send_four_all_reduces_a_block() -> None:
 
 
 def test_a_degree_of_one_changes_nothing() -> None:
-    found = candidates(RUN, JSONS, A100, 8, [], [Degrees(), Degrees(1, 1, 1)])
+    found = candidates(RUN, JSONS, A100, 8, [], [ALONE, ParallelConfig(tensor=1)])
     assert len({(c.memory.peak.bytes, c.speed.step_s, c.shapes.stage, c.shapes.micro_batch, c.shapes.policy) for c in found}) == len(found) / 2
 
 
 @pytest.mark.parametrize(
     ("degrees", "devices", "said"),
     [
-        (Degrees(tensor=3), 8, "8 devices are not a whole number of times tensor 3"),
-        (Degrees(tensor=32), 32, "model.heads = 16 is not a multiple of tensor 32"),
-        (Degrees(pipeline=32), 32, "pipeline 32 is more than model.layers = 20"),
-        (Degrees(sequence=32), 32, "model.heads = 16 is not a multiple of tensor 1 x sequence 32"),
-        (Degrees(tensor=0), 8, "--tensor 0 is not a number of devices"),
+        ({"tensor": 3}, 8, "8 ranks are not a whole number of times tensor 3"),
+        ({"tensor": 32}, 32, "model.heads = 16 is not a multiple of parallel.tensor 32"),
+        ({"pipeline": 32}, 32, "parallel.pipeline = 32 is more than model.layers = 20"),
+        ({"sequence": 32}, 32, "model.heads = 16 is not a multiple of parallel.tensor 1 x parallel.sequence 32"),
     ],
 )
-def test_impossible_degrees_are_told(degrees: Degrees, devices: int, said: str) -> None:
+def test_impossible_degrees_are_told(degrees: dict[str, int], devices: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check(degrees, shapes().model, devices)
-
-
-def test_groups_of_heads_stay_whole() -> None:
-    with pytest.raises(ConfigError, match=r"the 2 heads of keys \(model.kv_heads\) are not a multiple of tensor 4"):
-        check(Degrees(tensor=4), shapes().model.model_copy(update={"kv_heads": 2}), 8)
+        candidates(RUN, JSONS, A100, devices, [], [ParallelConfig(**degrees)])
 
 
 def test_a_pipeline_is_refused_where_deepspeed_refuses_it() -> None:
     with pytest.raises(ConfigError, match="pipeline 2 with ZeRO 3"):
-        candidates(RUN, JSONS[3:], A100, 8, [], [Degrees(pipeline=2)])
+        candidates(RUN, JSONS[3:], A100, 8, [], [ParallelConfig(pipeline=2)])
+
+
+def test_what_is_proved_can_be_run_and_the_rest_is_on_paper() -> None:
+    splits = list(possible(shapes().model, 8, 8))
+    assert len({split.used for split in splits}) == 6 and not any(sharing_problems(split, shapes().model, 8) for split in splits)
+    found = candidates(RUN, JSONS, A100, 8, [], splits)
+    kinds = {(candidate.degrees.used, candidate.shapes.stage): candidate for candidate in found}
+    for (used, stage), candidate in kinds.items():
+        assert candidate.on_paper == (stage not in COMBINATIONS.get(used, ()))
+    assert {candidate.on_paper for candidate in kinds.values()} == {True, False}
+    for candidate in kinds.values():  # every setting that can be run composes to what was planned
+        if not candidate.on_paper:
+            run = load(RUN, candidate.deepspeed_config, A100.hardware(8), candidate.overrides)
+            assert Shapes.of(run) == candidate.shapes
 
 
 def test_the_search_recommends_what_can_be_run_where_anything_can() -> None:
-    splits = list(possible(shapes().model, 8, 8))
-    assert {Degrees(2), Degrees(8), Degrees(1, 4), Degrees(2, 4), Degrees(sequence=8)} <= set(splits)
-    found = candidates(RUN, JSONS, A100, 8, [], splits)
-    assert not recommended(found).on_paper
+    found = candidates(RUN, JSONS, A100, 8, [], possible(shapes().model, 8, 8))
     can = recommended(found)
-    faster = replace(can, shapes=replace(can.shapes, tensor=2), speed=replace(can.speed, tokens_per_s=2 * can.speed.tokens_per_s))
+    assert not can.on_paper
+    faster = replace(can, shapes=replace(can.shapes, stage=3, tensor=2), speed=replace(can.speed, tokens_per_s=2 * can.speed.tokens_per_s))
     assert faster.on_paper and recommended(ranked([can, faster])) == can
+
+
+def test_a_model_that_data_parallel_ranks_cannot_hold_is_split() -> None:
     big = ["model.layers=64", "model.width=8192", "model.heads=64", "model.ffn_width=32768", "batch.micro_batch_size=1"]
-    paper = recommended(candidates(RUN, JSONS[:2], device_named("a100-80gb"), 64, big, possible(load(RUN, JSONS[0], A100.hardware(64), big).run.model, 64, 8)))
-    assert paper.fits and paper.on_paper  # 52B parameters: ZeRO 1 alone keeps all weights on every device
+    device = device_named("a100-80gb")
+    alone = recommended(candidates(RUN, JSONS[:2], device, 64, big))
+    split = recommended(candidates(RUN, JSONS[:2], device, 64, big, possible(alone.shapes.model, 64, 8)))
+    assert not alone.fits and split.fits and not split.on_paper  # 52B parameters: ZeRO 1 alone keeps all weights on every device
+
+
+def test_the_runs_own_degrees_are_planned_for(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(Path(RUN).read_text() + "\nparallel: {tensor: 2}\n")
+    found = candidates(str(run), JSONS[1:2], A100, 8, [])
+    assert {candidate.degrees for candidate in found} == {ParallelConfig(tensor=2)}
+    assert not any("parallel" in setting for candidate in found for setting in candidate.overrides)
+    other = candidates(str(run), JSONS[1:2], A100, 8, ["parallel.tensor=1", "parallel.sequence=4"])
+    assert {candidate.degrees for candidate in other} == {ParallelConfig(sequence=4)}
 
 
 def test_the_cheapest_device_is_the_one_whose_bill_is_least() -> None:

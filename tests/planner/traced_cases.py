@@ -48,6 +48,12 @@ OPTION_CASES = (
 )  # fmt: skip
 # options, chunk of the loss in tokens, stage, precision, system
 CHUNK_CASES = (("", 64, 0, "bf16", 0), ("", 100, 2, "fp32", 1), ("llama", 64, 2, "bf16", 0), ("llama", 64, 3, "bf16", 1), ("", 64, 1, "bf16", 0))
+# model, options, stage, policy, precision, system, degrees
+DEGREE_CASES = (
+    ("long", "llama", 1, "null", "bf16", 0, {"sequence": 2}), ("long", "", 3, "null", "bf16", 0, {"sequence": 2}),
+    ("long", "qk_norm", 2, "full", "bf16", 0, {"sequence": 4}), ("wide", "llama", 2, "null", "bf16", 0, {"tensor": 2}),
+    ("long", "", 1, "selective", "fp32", 1, {"tensor": 2}), ("long", "rotary", 2, "null", "bf16", 0, {"tensor": 2, "sequence": 2}),
+)  # fmt: skip
 
 # What is learned instead of next tokens by every weight.
 _ALL_MAPS = "lora.targets=[qkv, out, up, down]"
@@ -96,6 +102,10 @@ def cases() -> Iterator[Case]:
     for options, chunk, stage, precision, number in CHUNK_CASES:
         settings = (*OPTIONS.get(options, ()), f"loss.chunk_tokens={chunk}")
         yield _small("vocabulary", stage, "null", precision, SYSTEMS[number], f"{options} chunks".strip(), settings)
+    for model, options, stage, policy, precision, number, degrees in DEGREE_CASES:
+        named = " ".join([*options.split(), *(f"{name} {size}" for name, size in degrees.items())])
+        settings = (*OPTIONS.get(options, ()), *(f"parallel.{name}={size}" for name, size in degrees.items()))
+        yield _small(model, stage, policy, precision, SYSTEMS[number], named, settings)
     for model, task, stage, policy, precision, number in TASK_CASES:
         yield _small(model, stage, policy, precision, SYSTEMS[number], task, TASKS[task])
     for stage, policy in ((0, "full"), (1, "full"), (2, "full"), (3, "full"), (2, "selective"), (2, "null")):

@@ -29,10 +29,10 @@ def examined(ranks: Any, port: int, folder: str, broken: str = "") -> dict[str, 
         _BREAK[broken]()
     if broken in ("clock", "unshared", "lo"):  # two nodes of a rank each
         ranks = replace(ranks, local_rank=0, local_world_size=1)
-    run = load(DEFAULT_RUN, DEFAULT_DEEPSPEED, ranks.hardware(), []).run
+    composed = load(DEFAULT_RUN, DEFAULT_DEEPSPEED, ranks.hardware(), [])
     found: list[Check] = []
     start = time.monotonic()
-    failed = preflight_ranks.preflight(ranks, run, Path("runs"), DEADLINE_S, lambda checks: found.extend(checks))
+    failed = preflight_ranks.preflight(ranks, composed, Path("runs"), DEADLINE_S, lambda checks: found.extend(checks))
     seconds = time.monotonic() - start
     Ranks.barrier = lambda self: None  # the harness's last word, for which there is no group any more
     return {"failed": failed, "found": found, "seconds": seconds}

@@ -13,7 +13,7 @@ import torch
 from tiny import CONFIGS, VOCABULARY, tiny
 
 from ds_gpt.config import Composed, ConfigError, Hardware, load
-from ds_gpt.model.counts import parameters, trained_parameters
+from ds_gpt.model.counts import block_parameters, parameters, trained_parameters
 from ds_gpt.trainer.out_of_memory import OutOfMemory, Remedy, check_host_memory, explained, explanation, needs, remedies
 
 sys.path.append(str(Path(__file__).parents[1] / "commands"))
@@ -46,6 +46,37 @@ def test_bytes_a_parameter_on_eight_gpus_in_bf16(deepspeed: str, weights: float,
     composed = gpt_1b(deepspeed)
     found, count = needs(composed), parameters(composed.run.model)
     assert (found.weights / count, found.gradients / count, found.optimizer / count) == pytest.approx((weights, gradients, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "split"),
+    [(["parallel.pipeline=4"], 2), (["parallel.tensor=2"], 4), (["parallel.sequence=2"], 8), (["parallel.tensor=2", "parallel.pipeline=2"], 2)],
+)
+def test_ranks_that_share_the_model_need_their_part(degrees: list[str], split: int) -> None:
+    composed = gpt_1b("zero1", degrees)
+    run, found = composed.run, needs(composed)
+    blocks = run.model.layers * block_parameters(run.model)  # what tensor parallelism shares out
+    count = (parameters(run.model) - blocks * (1 - 1 / run.parallel.tensor)) / run.parallel.pipeline
+    assert (found.weights / count, found.gradients / count, found.optimizer / count) == pytest.approx((2, 4, 12 / split))
+    for remedy in remedies(composed):
+        assert needs(gpt_1b("zero1", [*degrees, *remedy.settings])) == remedy.needs
+
+
+def test_the_first_stage_of_a_pipeline_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    def activations(*settings: str) -> float:
+        return needs(gpt_1b("zero1", ["batch.global_batch_size=128", "batch.micro_batch_size=1", "activation_checkpointing=null", *settings])).activations
+
+    assert activations("parallel.pipeline=4") == pytest.approx(activations()), "four micro-batches of a quarter of the layers"
+    one = activations("parallel.pipeline=4", "batch.global_batch_size=2")
+    assert one < 0.5 * activations()
+
+
+@pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
+def test_tensor_parallel_ranks_keep_their_share_of_heads_and_hidden_values(ffn: str) -> None:
+    alone, shared = (gpt_1b("zero1", [f"parallel.tensor={degree}", f"model.ffn={ffn}", "activation_checkpointing=null", "batch.micro_batch_size=2"]) for degree in (1, 2))
+    model = alone.run.model
+    values = 2 * model.width + 2 * model.key_heads * model.head_width + (4 if ffn == "swiglu" else 2) * model.hidden_width
+    assert needs(alone).activations - needs(shared).activations == pytest.approx(2 * 2 * model.context * model.layers * values / 2)
 
 
 def kept_bytes(composed: Composed) -> int:

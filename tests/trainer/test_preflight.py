@@ -15,10 +15,10 @@ import torch
 from doctored import DEADLINE_S, examined, saw
 from forked_ranks import run_ranks
 
-from ds_gpt.config import load
+from ds_gpt.config import ParallelConfig, load
 from ds_gpt.config.shipped import DEFAULT_DEEPSPEED, DEFAULT_RUN
 from ds_gpt.engine.ranks import Ranks
-from ds_gpt.trainer import preflight
+from ds_gpt.trainer import preflight, preflight_ranks
 
 ONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
 
@@ -68,6 +68,29 @@ def test_what_is_broken_on_one_rank_is_named(
     (found,) = [check for check in first["found"] if check.name == name and all(word in check.saw for word in words)]
     assert found.verdict == verdict and found.why and found.fix
     assert first["failed"] == any(check.verdict == "problem" for check in first["found"])
+
+
+def of_nodes(*counts: int) -> dict[int, dict[str, str]]:
+    """What is known of the ranks of nodes with so many each."""
+    names = [f"node{number}" for number, count in enumerate(counts) for _ in range(count)]
+    return {rank: {"node": name} for rank, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("counts", "parallel", "verdict", "words"),
+    [
+        ((8,), ParallelConfig(tensor=8), "ok", "1: node0 with 8 ranks"),
+        ((8, 8), ParallelConfig(tensor=4, pipeline=2, sequence=2), "ok", "2: node0, node1, 8 ranks each"),
+        ((8, 4), ParallelConfig(tensor=4), "ok", "2: node0 with 8 ranks, node1 with 4 ranks"),
+        ((4, 4), ParallelConfig(tensor=4, sequence=2), "warning", "ranks 0 to 7 share matrices and sequences"),
+        ((6, 6), ParallelConfig(tensor=4), "warning", "ranks 4 to 7 share matrices"),
+        ((2, 2, 2, 2), ParallelConfig(sequence=4), "warning", "ranks 0 to 3, and 1 more groups, share sequences"),
+    ],
+)
+def test_those_that_talk_most_should_be_on_one_node(counts: tuple[int, ...], parallel: ParallelConfig, verdict: str, words: str) -> None:
+    found = preflight_ranks.nodes(of_nodes(*counts), parallel)
+    assert (found.verdict, words in found.saw) == (verdict, True), found
+    assert bool(found.why and found.fix) == (verdict == "warning")
 
 
 # ---- One machine --------------------------------------------------------------------------------------------------------
@@ -123,6 +146,16 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     assert "at least" in preflight.disk(run_config(), tmp_path).saw
 
 
+def test_a_model_that_does_not_fit() -> None:
+    settings = ["model.vocab_size=50257"]
+    (fits,) = preflight.memory(ONE, load(DEFAULT_RUN, DEFAULT_DEEPSPEED, ONE.hardware(), settings))
+    assert fits.verdict == "ok" and "the step of quickstart needs " in fits.saw
+    huge = load(DEFAULT_RUN, DEFAULT_DEEPSPEED, ONE.hardware(), [*settings, "model.layers=1000", "model.width=16384"])
+    (short,) = preflight.memory(ONE, huge)  # 3.2e12 parameters
+    assert short.verdict == "problem" and "ds-gpt plan" in short.fix
+    assert not list(preflight.memory(ONE, load(DEFAULT_RUN, DEFAULT_DEEPSPEED, ONE.hardware(), [])))  # no vocabulary yet
+
+
 def test_a_stale_lock_of_a_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert preflight.extension_locks().verdict == "ok"
@@ -150,14 +183,14 @@ def test_the_interface_that_was_chosen(kind: str, value: str, nodes: int, verdic
     monkeypatch.setenv("NCCL_SOCKET_IFNAME" if kind == "cuda" else "GLOO_SOCKET_IFNAME", value)
     if value == "^lo" and not preflight._chosen("^lo", preflight.psutil.net_if_addrs(), exact=False):
         pytest.skip("this machine has no interface but the loopback")
-    (found,) = preflight.interfaces(kind, nodes)
+    (found,) = preflight.interfaces(kind, nodes > 1)
     assert found.verdict == verdict, found
 
 
 def test_a_name_that_leads_to_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert [check.verdict for nodes in (1, 2) for check in preflight.interfaces("cpu", nodes)] == ["ok", "problem"]
+    assert [check.verdict for several in (False, True) for check in preflight.interfaces("cpu", several)] == ["ok", "problem"]
 
 
 def test_a_limit_on_open_files() -> None:

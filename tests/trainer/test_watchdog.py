@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ SHORT = ["training.steps=4", "evaluation.every=2", "evaluation.sequences=16"]
 TIMEOUT_S = 3.0
 
 
-def hangs(ranks: Any, folder: Path, how: str) -> None:
+def hangs(ranks: Any, folder: Path, how: str, deepspeed: str, degrees: list[str]) -> None:
     """Rank 1 hangs when it reads the batch of the third step; each rank's stderr goes to a file."""
     from ds_gpt.data.loader import BatchLoader
 
@@ -39,13 +40,13 @@ def hangs(ranks: Any, folder: Path, how: str) -> None:
         return prepare(self, step)
 
     BatchLoader._prepare = prepare_or_hang  # type: ignore[method-assign]
-    train_run(ranks, str(folder / "run"), "zero2", [*SHORT, f"health.hang_timeout_s={TIMEOUT_S}"])
+    train_run(ranks, str(folder / "run"), deepspeed, [*SHORT, *degrees, f"health.hang_timeout_s={TIMEOUT_S}"])
 
 
-def ended(folder: Path, how: str) -> tuple[list[int | None], list[str], float]:
+def ended(folder: Path, how: str, deepspeed: str = "zero2", degrees: Sequence[str] = ()) -> tuple[list[int | None], list[str], float]:
     """Exit codes, stderr, and seconds until both ranks were gone."""
     folder.mkdir()
-    with Job(2, hangs, folder, how) as job:
+    with Job(2, hangs, folder, how, deepspeed, list(degrees)) as job:
         while not (folder / "run" / "metrics.jsonl").exists():
             time.sleep(0.05)
         start = time.monotonic()
@@ -64,6 +65,14 @@ def test_a_hang_in_the_loader_of_one_rank(tmp_path: Path) -> None:
     for rank in range(2):
         (line,) = [line for line in said[rank].splitlines() if line.startswith("ds_gpt: ")]
         assert f"rank {rank}: nothing finished in 3 s (health.hang_timeout_s)" in line and f"stacks/rank_0000{rank}.txt" in line
+
+
+def test_a_stage_of_a_pipeline_that_hangs(tmp_path: Path) -> None:
+    """The first stage waits for the gradients of its last micro-batch, not in a collective."""
+    codes, _, seconds = ended(tmp_path / "staged", "asleep", "zero1", ["parallel.pipeline=2"])
+    assert codes == [1, 1] and seconds < TIMEOUT_S + 10
+    stacks = [(tmp_path / "staged" / "run" / "stacks" / f"rank_0000{rank}.txt").read_text() for rank in range(2)]
+    assert "prepare_or_hang" in stacks[1] and "train_batch" in stacks[0] and "prepare_or_hang" not in stacks[0]
 
 
 def test_a_rank_that_hangs_with_the_gil_speaks_too(tmp_path: Path) -> None:

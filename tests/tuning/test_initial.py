@@ -17,13 +17,14 @@ from ds_gpt.config import ConfigError
 from ds_gpt.model.gpt import GPT
 
 def chain(ranks: Any, folder: Path) -> dict[str, float]:
-    """A run, adapters on it, and runs that start from those, under ZeRO 1 and 3."""
-    run(ranks, "zero1", SHORT, folder / "base", None)
+    """A run, adapters on it, and runs that start from those, under ZeRO 1 to 3, and where ranks share matrices."""
+    run(ranks, "zero1", [*SHORT, "parallel.tensor=2"], folder / "base", None)
     run(ranks, "zero1", ADAPTERS, folder / "adapters", folder / "base")
     return {
         "adapters": run(ranks, "zero3", ADAPTERS, folder / "adapters3", folder / "base"),
         "full": run(ranks, "zero3", SHORT, folder / "full", folder / "adapters"),
         "again": run(ranks, "zero2", ADAPTERS, folder / "again", folder / "adapters"),
+        "shared": run(ranks, "zero2", [*ADAPTERS, "parallel.tensor=2"], folder / "shared", folder / "adapters"),
     }
 
 
@@ -57,6 +58,7 @@ def test_a_run_starts_where_the_other_ended(runs: tuple[Path, dict[str, float]])
     base, tuned = loss_of(model_of(folder / "base")), loss_of(model_of(folder / "adapters"))
     assert losses["adapters"] == pytest.approx(base, rel=1e-5)
     assert losses["full"] == losses["again"] == pytest.approx(tuned, rel=1e-5)
+    assert losses["shared"] == pytest.approx(tuned, rel=1e-5)
     weights = [model_of(folder / name).blocks[1].attention.qkv.weight for name in ("adapters", "base")]
     assert (weights[0] - weights[1]).abs().max() > 0.05, "the adapters should have learned something"
 

@@ -69,9 +69,9 @@ def test_merging_adds_scaled_ba_once_and_can_be_undone() -> None:
     torch.testing.assert_close(model(TOKENS), before, rtol=1e-5, atol=1e-6)
 
 
-def reference() -> list[tuple[float, float]]:
+def reference(settings: tuple[str, ...] = LORA) -> list[tuple[float, float]]:
     """LoRA in plain PyTorch, the formula written out: the weight is W + alpha / r B A, and A and B are what is stepped."""
-    composed = tiny("zero0", 1, [*LORA, "gradient_clipping=0.05"])
+    composed = tiny("zero0", 1, [*settings, "gradient_clipping=0.05"])
     run = composed.run
     torch.manual_seed(run.seed)
     model = GPT(run.model)
@@ -114,12 +114,33 @@ def test_every_stage_reproduces_the_formula(world_size: int) -> None:
     assert expected[-1][0] < expected[0][0] - 0.02, "the reference should learn"
     assert max(norm for _, norm in expected) > 0.05, "clipping should bite"
     for curve in found[0]:
-        for (loss, norm), (wanted_loss, wanted_norm) in zip(curve, expected, strict=True):
-            assert math.isclose(loss, wanted_loss, rel_tol=1e-5), (curve, expected)
-            assert math.isclose(norm, wanted_norm, rel_tol=1e-4), (
-                curve,
-                expected,
-            )  # B is small: B A and (x A) B round apart
+        assert_close(curve, expected)
+
+
+def assert_close(curve: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(curve, expected, strict=True):
+        assert math.isclose(loss, wanted_loss, rel_tol=1e-5), (curve, expected)
+        # B is small: B A and (x A) B round apart
+        assert math.isclose(norm, wanted_norm, rel_tol=1e-4), (curve, expected)
+
+
+# Maps that tensor parallelism cuts by their outputs, and by their inputs.
+EVERYWHERE = (*LORA[:2], "lora.targets=[qkv, out, up, down]")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensor_parallel_ranks_reproduce_the_formula(world_size: int) -> None:
+    settings = [*EVERYWHERE, "gradient_clipping=0.05", "parallel.tensor=2"]
+    cases = [
+        tiny(f"zero{stage}", world_size, [*settings, f"gradient_accumulation_steps={1 + stage % 2}", f"activation_checkpointing={policy}"])
+        for stage, policy in ((0, "null"), (1, "{policy: full}"), (2, "{policy: selective}"))
+    ]  # fmt: skip
+    if world_size == 4:
+        cases += [tiny("zero1", 4, [*settings, f"parallel.{other}=2"]) for other in ("pipeline", "sequence")]
+    expected = reference(EVERYWHERE)
+    for found in run_ranks(world_size, curves, cases):
+        for curve in found:
+            assert_close(curve, expected)
 
 
 def test_resumed_bit_for_bit_and_only_adapters_are_saved(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from forked_ranks import run_ranks
 from made_examples import composed, pairs, settled, write
 
 from ds_gpt.config import ConfigError
-from ds_gpt.data.loader import window_batch
+from ds_gpt.data.loader import BatchLoader, window_batch
 from ds_gpt.data.stages import prepare_stage
 from ds_gpt.learning.loss import IGNORE_INDEX
 from ds_gpt.learning.objectives import objective_of
@@ -179,3 +179,31 @@ def test_a_toy_preference_is_learned_and_holds_for_pairs_that_were_not_trained_o
             assert last["reward_chosen"] - last["reward_rejected"] == pytest.approx(
                 last["reward_margin"], rel=1e-4, abs=1e-4
             )
+
+
+def curves(ranks: Any, cases: list[Any]) -> list[list[tuple[float, float]]]:
+    from ds_gpt.engine.engine import Engine
+    from ds_gpt.trainer.reference import remember_reference
+
+    found = []
+    for case in cases:
+        run, dataset = settled(case.run)
+        engine = Engine(replace(case, run=run), ranks)
+        if run.stage == "dpo":
+            remember_reference(engine, dataset)
+        sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
+        share = engine.grid.data_rank, engine.grid.data_ranks, case.micro_batch_size
+        loader = BatchLoader(dataset.train, sampler, *share, "cpu")
+        results = [engine.step(step, loader.load(step), 0.01) for step in range(3)]
+        found.append([(result.loss, result.grad_norm) for result in results])
+        loader.close()
+        engine.close()
+    return found
+
+
+def test_ranks_that_share_matrices_prefer_alike(corpus: Path) -> None:
+    ways = [(stage, way) for stage in ("dpo", "reward") for way in ([], ["parallel.tensor=2"])]
+    cases = [composed(stage, corpus, [*way, "optimizer.name=sgd", "model.layers=1"], world_size=2) for stage, way in ways]
+    for found in run_ranks(2, curves, cases):
+        for data_parallel, tensor_parallel in (found[:2], found[2:]):
+            torch.testing.assert_close(torch.tensor(tensor_parallel), torch.tensor(data_parallel), rtol=1e-5, atol=1e-7)

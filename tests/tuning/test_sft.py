@@ -145,7 +145,7 @@ def step_losses(ranks: Any, cases: list[tuple[Any, int]]) -> list[list[tuple[flo
         run, dataset = settled(case.run)
         engine = Engine(replace(case, run=run), ranks)
         sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
-        loader = BatchLoader(dataset.train, sampler, ranks.rank, ranks.world_size, case.micro_batch_size, "cpu")
+        loader = BatchLoader(dataset.train, sampler, engine.grid.data_rank, engine.grid.data_ranks, case.micro_batch_size, "cpu")
         results = [engine.step(step, loader.load(step), 0.01) for step in range(4)]
         curves.append([(result.loss, result.grad_norm) for result in results])
         loader.close()
@@ -158,7 +158,8 @@ def test_every_answer_token_weighs_alike_over_ranks_and_micro_steps(tmp_path: Pa
     rows = [{"prompt": "1+", "completion": "2" * (1 + 40 * (index % 7 == 0))} for index in range(64)]
     corpus = write(tmp_path / "a.jsonl", rows)
     settings = ["examples.packing=false", "optimizer.name=sgd", "gradient_clipping=0", "model.layers=1"]
-    cases = [composed("sft", corpus, [*settings, f"gradient_accumulation_steps={n}"], world_size=2) for n in (1, 4)]
+    ways = ("gradient_accumulation_steps=1", "gradient_accumulation_steps=4", "parallel.sequence=2", "parallel.tensor=2")
+    cases = [composed("sft", corpus, [*settings, way], world_size=2) for way in ways]
     found = run_ranks(2, step_losses, cases)
     run, dataset = settled(cases[0].run)
     torch.manual_seed(run.seed)
