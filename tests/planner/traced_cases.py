@@ -108,6 +108,8 @@ def cases() -> Iterator[Case]:
         yield _small(model, stage, policy, precision, SYSTEMS[number], named, settings)
     for model, task, stage, policy, precision, number in TASK_CASES:
         yield _small(model, stage, policy, precision, SYSTEMS[number], task, TASKS[task])
+    yield _small("wide", 2, "null", "bf16", SYSTEMS[0], "lora everywhere tensor 2", (*TASKS["lora everywhere"], "parallel.tensor=2"))
+    yield _small("long", 1, "null", "bf16", SYSTEMS[0], "sft sequence 2", (*TASKS["sft"], "parallel.sequence=2"))
     for stage, policy in ((0, "full"), (1, "full"), (2, "full"), (3, "full"), (2, "selective"), (2, "null")):
         yield f"gpt_1b zero{stage} {policy}", "gpt_1b", f"zero{stage}", 8, (_policy(policy),)
     yield "gpt_1b zero2 full DeepSpeed's buckets", "gpt_1b", "zero2", 8, (_policy("full"), "zero_optimization.reduce_bucket_size=500000000")
