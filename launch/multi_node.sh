@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--interface NAME] [--master_addr A]
-                            [--master_port P] [--doctor[=only]] [--dry-run] [--] [arguments of ds_gpt/train.py]
+                            [--master_port P] [--restarts N] [--doctor[=only]] [--dry-run] [--] [arguments of ds_gpt/train.py]
 
   --hostfile FILE   one machine a line, "name slots=GPUS"; see launch/hostfile.example
   --num_nodes N     use the first N machines of the hostfile (default: all)
@@ -14,6 +14,8 @@ usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--in
                     and GLOO_SOCKET_IFNAME, and they meet at its address (default: NCCL and gloo choose)
   --master_addr A   address of the first machine (default: of --interface, else the first that `hostname -I` says there)
   --master_port P   port of the rendezvous there (default: 29500; a second job on that machine needs another)
+  --restarts N      after a crash go on from the newest intact checkpoint, at most N times (default: 0), on those machines
+                    that still answer; the run's folder must be named: --run-dir
   --doctor          check the machines and their network first (`ds-gpt doctor` on every rank), and train only where
                     there is no problem; --doctor=only stops there
   --dry-run         print the command, and what is passed on, and stop
@@ -30,8 +32,8 @@ DEEPSPEED_, DS_, HF_, OMP_, TIKTOKEN_ or UCX_, LD_LIBRARY_PATH, XDG_CACHE_HOME, 
 lines NAME=VALUE of ~/.deepspeed_env and ./.deepspeed_env, which win.
 
 Ctrl-C (or SIGTERM): every rank finishes its step and saves, for which the launcher gives them 30 s; the status is 1.
-A machine that is lost ends the run on the others: at once where it says so, else after health.hang_timeout_s. Take it
-out of the hostfile and go on with --resume.
+A machine that is lost ends the run on the others: at once where it says so, else after health.hang_timeout_s. With
+--restarts the run goes on without it; otherwise take it out of the hostfile and pass --resume.
 TEXT
 }
 
@@ -47,7 +49,7 @@ require_number() { # option, value, greatest
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 doctor=no dry_run=false
+hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 restarts=0 doctor=no dry_run=false
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
@@ -57,13 +59,10 @@ while (($#)); do
         --launcher | --launcher=*)
             fail "$1: only pdsh is left to choose" "the ranks of DeepSpeed's other launchers are not told who they are, and each would train alone" "leave it out; under Slurm use launch/slurm.sbatch"
             ;;
-        --restarts | --restarts=*)
-            fail "$1 is for one machine" "which machines are left to go on with is not this script's to say" "take lost ones out of the hostfile and pass --resume; under Slurm a job that lost a node is queued again by itself"
-            ;;
-        --hostfile=* | --num_nodes=* | --num_gpus=* | --interface=* | --master_addr=* | --master_port=*)
+        --hostfile=* | --num_nodes=* | --num_gpus=* | --interface=* | --master_addr=* | --master_port=* | --restarts=*)
             set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue
             ;;
-        --hostfile | --num_nodes | --num_gpus | --interface | --master_addr | --master_port)
+        --hostfile | --num_nodes | --num_gpus | --interface | --master_addr | --master_port | --restarts)
             (($# > 1)) && [[ -n "$2" ]] || fail "$1 has no value" "one must follow it" "see launch/multi_node.sh --help"
             printf -v "${1#--}" '%s' "$2"
             shift
@@ -76,6 +75,7 @@ done
 [[ -z "$num_nodes" ]] || require_number --num_nodes "$num_nodes" 99999
 [[ -z "$num_gpus" ]] || require_number --num_gpus "$num_gpus" 1024
 require_number --master_port "$master_port" 65535
+[[ "$restarts" == 0 ]] || require_number --restarts "$restarts" 1000
 
 # The hostfile, by DeepSpeed's own rules. It ignores a hostfile that does not exist and trains on this machine alone.
 [[ -n "$hostfile" ]] || fail "--hostfile is missing" "it names the machines" "copy launch/hostfile.example; for this machine alone use launch/local.sh"
@@ -101,6 +101,24 @@ hosts="${#names[@]}"
     fail "--num_gpus $num_gpus, but a machine of '$hostfile' has $least_slots slot(s)" "two ranks would share a GPU" "use --num_gpus $least_slots or less"
 
 names=("${names[@]:0:${num_nodes:-$hosts}}")
+
+run_dir="" without_resume=()
+read_arguments() { # arguments of training: finds those that restarts need
+    local resumed=""
+    while (($#)); do
+        case "$1" in
+            --run-dir=*) run_dir="${1#*=}" && without_resume+=("$1") ;;
+            --run-dir) run_dir="${2:-}" && without_resume+=("$1") ;;
+            --resume=*) resumed="${1#*=}" ;;
+            --resume) [[ -z "${2:-}" || "$2" == -* ]] || { resumed="$2" && shift; } ;;
+            *) without_resume+=("$1") ;;
+        esac
+        shift
+    done
+    if [[ -z "$run_dir" && -e "$resumed/run.yaml" ]]; then run_dir="$resumed" without_resume+=(--run-dir "$resumed"); fi
+}
+read_arguments "$@"
+((restarts == 0)) || [[ -n "$run_dir" ]] || fail "--restarts without --run-dir" "restarts go on in the folder of the run" "name one that all machines share: --run-dir runs/NAME"
 
 # pdsh joins the words into one line for the remote shell, which reads it anew: $HOME, a quote or a semicolon in an
 # argument would mean something else there. DeepSpeed quotes blanks and nothing more.
@@ -165,17 +183,22 @@ command -v pdsh >/dev/null ||
 # launcher, would wait for it long after the ranks on the others have ended.
 export PDSH_RCMD_TYPE=ssh
 export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:+$PDSH_SSH_ARGS_APPEND }-o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
-everywhere="$(IFS=, && echo "${names[*]}")"
+start_test="cd '$PWD' && test -r '$repository/ds_gpt/train.py' && test -x '$(command -v deepspeed)'"
 # All of them before any rank starts: those that do would wait half an hour for one that doesn't.
-said="$(pdsh -S -f 1024 -w "$everywhere" "cd '$PWD' && test -r '$repository/ds_gpt/train.py' && test -x '$(command -v deepspeed)'" 2>&1)" ||
+said="$(pdsh -S -f 1024 -w "$(IFS=, && echo "${names[*]}")" "$start_test" 2>&1)" ||
     fail "not every machine can start the run${said:+:
 $said}" "each is reached over ssh, and needs this folder, '$repository' and '$(command -v deepspeed)'" "see that ssh -o BatchMode=yes NAME works, and that these are there"
-if [[ -n "$interface" && -z "$master_addr" ]]; then
+
+settle_address() { # of the first machine, where an interface is all that was said
+    local said
+    [[ -n "$interface" && -z "$master_addr_given" ]] || return 0
     said="$(pdsh -S -N -w "${names[0]}" "ip -4 -o addr show dev '$interface'" 2>&1)" || true
     [[ "$said" =~ inet\ ([0-9.]+) ]] ||
         fail "${names[0]} has no interface '$interface' with an IPv4 address${said:+: $said}" "the ranks meet at it" "see: ssh ${names[0]} ip addr; or pass --master_addr"
     master_addr="${BASH_REMATCH[1]}"
-fi
+}
+master_addr_given="$master_addr"
+settle_address
 
 # The variables, as a file that is gone when it has been read.
 file="$(mktemp)"
@@ -183,10 +206,63 @@ file="$(mktemp)"
 exec 9<"$file"
 rm "$file"
 export DS_ENV_FILE=/proc/self/fd/9 PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+
 make_command doctor "$@"
 case "$doctor" in
     first) "${command[@]}" || exit ;;
     only) exec "${command[@]}" ;;
 esac
 make_command train "$@"
-exec "${command[@]}" # signals go straight to the launcher, which passes them on to every machine
+((restarts > 0)) || exec "${command[@]}" # signals go straight to the launcher, which passes them on to every machine
+
+say() { echo "launch/multi_node.sh: $1" >&2; }
+signals=0 launcher="" left=""
+# shellcheck disable=SC2329  # called by the trap
+pass_signal() { # to the launcher, which started without SIGINT, as bash's background jobs do
+    signals=$((signals + 1))
+    [[ -z "$launcher" ]] || kill -TERM "$launcher" 2>/dev/null || true
+}
+trap pass_signal INT TERM HUP
+trap '[[ -z "$left" ]] || rm -f "$left"' EXIT
+
+run_once() { # arguments of training: sets `status`
+    local before code
+    make_command train "$@"
+    "${command[@]}" </dev/null &
+    launcher="$!" status=0
+    while true; do
+        before="$signals" code=0
+        wait "$launcher" || code=$?
+        ((code == 127)) || status="$code" # 127: already waited for
+        [[ "$signals" != "$before" ]] || break # a signal ends `wait` early
+    done
+    launcher=""
+}
+
+drop_lost_machines() { # from `names` and the hostfile
+    local name first="${names[0]}" answering=()
+    for name in "${names[@]}"; do
+        if pdsh -S -w "$name" "$start_test" >/dev/null 2>&1; then answering+=("$name"); else say "$name does not answer: going on without it"; fi
+    done
+    ((${#answering[@]} > 0)) || { say "no machine answers" && exit "$status"; }
+    names=("${answering[@]}")
+    [[ "${names[0]}" == "$first" || -z "$master_addr_given" ]] || { say "$first is lost, whose address was given: --master_addr" && exit "$status"; }
+    [[ -n "$left" ]] || left="$(mktemp)"
+    for name in "${names[@]}"; do echo "$name slots=${slots_of[$name]}"; done >"$left"
+    hostfile="$left"
+    settle_address
+}
+
+arguments=("$@")
+for ((attempt = 0; ; attempt++)); do
+    run_once "${arguments[@]}"
+    # 2: bad input, or a run that a person has to see to
+    ((status != 0 && status != 2 && signals == 0 && attempt < restarts)) || exit "$status"
+    seconds=$((attempt < 5 ? 10 * (attempt + 1) : 60)) # a machine that starts again takes its time
+    say "the run ended with status $status; restart $((attempt + 1)) of $restarts in $seconds s"
+    sleep "$seconds" &
+    wait "$!" || true
+    ((signals == 0)) || exit "$status"
+    drop_lost_machines
+    [[ ! -e "$run_dir/run.yaml" ]] || arguments=("${without_resume[@]}" --resume)
+done

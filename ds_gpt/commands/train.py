@@ -126,6 +126,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
         composed = replace(composed, run=started_from(composed.run, initial))
     dataset = prepare_stage(composed.run)
     run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
+    # On nodes of one size; `ds-gpt doctor` asks them.
     apart = said_apart(run.parallel, [rank // ranks.local_world_size for rank in range(ranks.world_size)])
     notes = (*composed.notes, *dataset.notes, *filter(None, [apart]))
     item_tokens = dataset.train.item_tokens if isinstance(dataset.train, Rows) else None

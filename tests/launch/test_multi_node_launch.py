@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until, words_of
@@ -106,10 +109,9 @@ def test_mistakes_are_answered_before_anything_starts(stand_in: StandIn, hostfil
     assert not (stand_in.folder / "argv.json").exists()
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["--launcher", "openmpi"], "would train alone"), (["--restarts=3"], "take lost ones out of the hostfile")])
-def test_what_it_does_not_have_is_said(stand_in: StandIn, hostfile: Callable[[str], str], arguments: list[str], said: str) -> None:
-    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), *arguments)
-    assert result.returncode == 2 and said in result.stderr
+def test_other_launchers_are_refused(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--launcher", "openmpi")
+    assert result.returncode == 2 and "would train alone" in result.stderr
 
 
 def test_pdsh_is_asked_for(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
@@ -182,3 +184,84 @@ def test_an_interface_settles_where_they_meet_and_how_they_talk(pdsh: StandIn, h
     assert missing.returncode == 2 and "a has no interface 'ib0'" in missing.stderr and "does not exist" in missing.stderr
     shown = pdsh.run("multi_node.sh", *arguments, "--dry-run")
     assert "passed on: NCCL_SOCKET_IFNAME=ib0" in shown.stderr and "the address of ib0 on a" in shown.stderr
+
+
+# A `deepspeed` that notes its words and the machines of its hostfile, and ends as the plan says, one status a start.
+PLANNED = """\
+echo "$*" >>"$STAND_IN/starts"
+cut -d ' ' -f 1 "$2" | paste -s -d , >>"$STAND_IN/machines"
+mkdir -p "$STAND_IN/run" && touch "$STAND_IN/run/run.yaml"
+status=$(sed -n "$(wc -l <"$STAND_IN/starts")p" "$STAND_IN/plan")
+[[ "$status" != wait ]] || { trap 'echo TERM >>"$STAND_IN/heard"; kill $!; exit 1' TERM; sleep 60 & wait $!; }
+exit "$status"
+"""
+# A `pdsh` in which a machine that is in the file `lost` does not answer.
+ANSWERS = """\
+while [[ $1 != -w ]]; do shift; done
+[[ ! -s "$STAND_IN/starts" ]] || ! grep -qx "$2" "$STAND_IN/lost" || exit 255
+echo "$2: 3: ib0    inet 10.0.0.${#2}${2#node}/24"
+"""
+
+
+@pytest.fixture
+def planned(stand_in: StandIn, hostfile: Callable[[str], str]) -> Callable[..., tuple[subprocess.CompletedProcess[str], list[str], list[str]]]:
+    """Runs it with restarts: what came of it, the machines of each start, and its arguments."""
+    stand_in.command("deepspeed", PLANNED)
+    stand_in.command("pdsh", ANSWERS)
+    stand_in.command("sleep", 'echo "$1" >>"$STAND_IN/slept"; exec /bin/sleep $(($1 > 30 ? $1 : 0))')
+    path = hostfile("node1 slots=2\nnode2 slots=4\nnode3 slots=2")
+
+    def run(plan: list[object], lost: list[str], *options: str) -> tuple[subprocess.CompletedProcess[str], list[str], list[str]]:
+        (stand_in.folder / "plan").write_text("".join(f"{status}\n" for status in plan))
+        (stand_in.folder / "lost").write_text("".join(f"{name}\n" for name in lost))
+        arguments = ["--hostfile", path, "--restarts", "2", *options, "--run-dir", str(stand_in.folder / "run"), "--set", "seed=3"]
+        result = stand_in.run("multi_node.sh", *arguments)
+        return result, stand_in.lines("machines"), stand_in.lines("starts")
+
+    return run
+
+
+def test_it_goes_on_without_a_machine_that_is_lost(planned: Callable[..., Any], stand_in: StandIn) -> None:
+    result, machines, starts = planned([255, 1, 0], ["node1"], "--interface", "ib0")
+    assert result.returncode == 0, result.stderr
+    assert machines == ["node1,node2,node3", "node2,node3", "node2,node3"]
+    assert [("--num_nodes 3" in start, "--resume" in start) for start in starts] == [(True, False), (False, True), (False, True)]
+    assert ["10.0.0.51" in starts[0], "10.0.0.52" in starts[1]] == [True, True], "they meet at the first that is left"
+    assert "node1 does not answer" in result.stderr and "restart 2 of 2 in 20 s" in result.stderr
+    assert stand_in.lines("slept") == ["10", "20"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "lost", "options", "status", "starts", "said"),
+    [
+        ([0], [], [], 0, 1, ""),
+        ([2], [], [], 2, 1, ""),
+        ([1, 1, 1], [], [], 1, 3, "restart 2 of 2"),
+        ([247, 0], ["node1"], ["--master_addr", "10.0.0.9"], 247, 1, "node1 is lost, whose address was given"),
+        ([1, 0], ["node1", "node2", "node3"], [], 1, 1, "no machine answers"),
+    ],
+)
+def test_what_restarts_mend(
+    planned: Callable[..., Any], plan: list[object], lost: list[str], options: list[str], status: int, starts: int, said: str
+) -> None:
+    result, machines, _ = planned(plan, lost, *options)
+    assert (result.returncode, len(machines)) == (status, starts) and said in result.stderr, result.stderr
+
+
+def test_a_signal_is_no_crash(planned: Callable[..., Any], stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+    planned(["0"], [])  # the stand-ins are there
+    for name in ("starts", "machines"):
+        (stand_in.folder / name).unlink()
+    (stand_in.folder / "plan").write_text("wait\n0\n")
+    arguments = ["--hostfile", hostfile("node1 slots=1"), "--restarts", "2", "--run-dir", "x"]
+    with stand_in.started(LAUNCH / "multi_node.sh", *arguments) as process:
+        wait_until(lambda: stand_in.lines("machines"))
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=20) == 1
+    assert stand_in.lines("heard") == ["TERM"] and len(stand_in.lines("starts")) == 1
+
+
+def test_restarts_need_a_folder(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+    result = stand_in.run("multi_node.sh", "--hostfile", hostfile("a slots=1"), "--restarts", "2")
+    assert result.returncode == 2 and "--restarts without --run-dir" in result.stderr

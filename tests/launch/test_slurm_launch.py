@@ -118,7 +118,7 @@ def job(slurm: StandIn, tmp_path: Path) -> Path:
     (tmp_path / "ds_gpt" / "train.py").write_text(RANK)
     (tmp_path / "launch").mkdir()
     script = tmp_path / "launch" / "slurm.sbatch"
-    # One node that is this machine, and c10d's store on a loopback address.
+    # One node that is this machine, met at a loopback address.
     script.write_text(SCRIPT.read_text())
     slurm.command("scontrol", '[[ "$1" == requeue ]] && echo "$2" >"$STAND_IN/requeued"; echo 127.0.0.1')
     torchrun = Path(sys.executable).with_name("torchrun")
