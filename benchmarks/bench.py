@@ -31,7 +31,7 @@ class Bench:
 
     def __init__(self, composed: Composed, ranks: Ranks, trainee: Trainee, loader: BatchLoader) -> None:
         self.composed, self.ranks, self.trainee, self.loader = composed, ranks, trainee, loader
-        self.learning_rate = schedule(composed.run, ranks.world_size)
+        self.learning_rate = schedule(composed.run, composed.data_ranks)
         self.ready_at = 0.0
         self.steps_s: list[float] = []
         self.data_wait_s: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -35,7 +36,7 @@ class Case:
         ranks: processes, a device each.
         micro_batch: sequences that a rank takes at a time.
         deepspeed: a DeepSpeed JSON, ``ds_configs/DEEPSPEED.json``; a baseline takes the run's numbers from it.
-        global_batch: sequences a step; None: micro_batch x ranks, without accumulation (weak scaling).
+        global_batch: sequences a step; None: micro_batch x data-parallel ranks, without accumulation (weak scaling).
         checkpointing: of activations: ``off``, ``full`` or ``selective``.
         precision: ``auto`` leaves it to the JSON.
         attention: the kernel that attention is held to; ``auto`` leaves it to PyTorch.
@@ -72,11 +73,16 @@ class Case:
     ladder: str | None = None
     goals: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def ranks_a_copy(self) -> int:
+        """Ranks that share one copy of the model, as ``parallel.*`` among the overrides says."""
+        return math.prod(int(override.partition("=")[2]) for override in self.overrides if override.startswith("parallel."))
+
     def settings(self) -> list[str]:
         """The case as ``--set`` arguments over its two files."""
         checkpointing = "null" if self.checkpointing == "off" else f"{{policy: {self.checkpointing}}}"
         settings = [
-            f"batch.global_batch_size={self.global_batch or self.micro_batch * self.ranks}",
+            f"batch.global_batch_size={self.global_batch or self.micro_batch * self.ranks // self.ranks_a_copy}",
             f"batch.micro_batch_size={self.micro_batch}",
             f"activation_checkpointing={checkpointing}",
         ]
@@ -167,7 +173,11 @@ def _expand(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> It
         if wrong:
             problems += wrong
             return
-        yield Case(**filled)
+        case = Case(**filled)
+        if case.trainer != "ds_gpt" and case.ranks_a_copy > 1:
+            problems.append(Problem(f"{where}: {case.name} has parallel degrees with trainer {case.trainer}", "it is data parallel", "trainer: ds_gpt"))
+            return
+        yield case
 
 
 def _fill(value: Any, chosen: Mapping[str, Any]) -> Any:

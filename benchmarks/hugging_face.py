@@ -28,7 +28,9 @@ from ds_gpt.config import Composed
 from ds_gpt.data.sampler import Sampler
 from ds_gpt.data.split import Split
 from ds_gpt.engine.activation_checkpointing import apply_checkpointing
+from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.engine.state import pieces
 from ds_gpt.learning.schedule import schedule
 from ds_gpt.model.gpt import GPT
 
@@ -95,6 +97,7 @@ class HuggingFaceTrainee:
     """See ``benchmarks.trainers.Trainee``; it steps itself."""
 
     def __init__(self, composed: Composed) -> None:
+        self.composed = composed
         torch.manual_seed(composed.run.seed)
         self.model: nn.Module = GPT(composed.run.model)
         apply_checkpointing(self.model, composed)
@@ -104,7 +107,8 @@ class HuggingFaceTrainee:
 
     def tensors(self) -> Iterator[tuple[Tensor, str]]:
         """See Trainee."""
-        return deepspeeds_tensors(self.deepspeed)
+        alone = Grid(self.composed.run.parallel, self.composed.data_ranks, rank=0)  # no ranks share the model
+        return deepspeeds_tensors(self.deepspeed, pieces(self.deepspeed, self.deepspeed.module, alone, {}))
 
 
 class HuggingFaceBench(Bench):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.ledger_kinds import KINDS
-from ds_gpt.engine.state import pieces
+from ds_gpt.engine.state import Piece
 
 _BLOCK_BYTES = 512
 
@@ -104,15 +104,18 @@ def _by_kind(entries: Iterable[tuple[_Entry, int]]) -> dict[str, int]:
     return dict(sums)
 
 
-def deepspeeds_tensors(engine: Any) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that a DeepSpeed engine keeps, with their kinds; what comes later overrules what came before."""
+def deepspeeds_tensors(engine: Any, pieces: Iterable[Piece]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that a DeepSpeed engine keeps, with their kinds; what comes later overrules what came before.
+
+    `pieces` are this rank's masters and moments.
+    """
     optimizer, model = engine.optimizer, engine.module
     for name, tensor in _attributes(optimizer):
         if "ipg" in name:
             yield tensor, "buffers"
         elif "grad" in name and "norm" not in name:
             yield tensor, "gradients"
-    for piece in pieces(engine):
+    for piece in pieces:
         for tensor in piece.tensors.values():
             yield tensor, "optimizer"
     for parameter in model.parameters():

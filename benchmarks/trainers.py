@@ -56,7 +56,7 @@ class DsGpt:
 
     def tensors(self) -> Iterator[tuple[Tensor, str]]:
         """See Trainee."""
-        return deepspeeds_tensors(self.deepspeed)
+        return deepspeeds_tensors(self.deepspeed, self.engine.pieces())
 
 
 class DeepSpeedTrainee(Protocol):
@@ -70,6 +70,9 @@ class DeepSpeedTrainee(Protocol):
 def watch_deepspeed(trainee: DeepSpeedTrainee) -> None:
     """Have the engine tell the trainee of its phases, after the first ``forward`` of a step."""
     engine = trainee.deepspeed
+    if hasattr(engine, "_INSTRUCTION_MAP"):
+        _watch_schedule(trainee)
+        return
     backward, step = engine.backward, engine.step
 
     def watched_backward(*args: Any, **kwargs: Any) -> Any:
@@ -86,6 +89,32 @@ def watch_deepspeed(trainee: DeepSpeedTrainee) -> None:
         return result
 
     engine.backward, engine.step = watched_backward, watched_step
+
+
+_OF_SCHEDULE = {
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "ReduceTiedGrads": "optimizer",
+    "ReduceGrads": "optimizer",
+    "OptimizerStep": "optimizer",
+}
+
+
+def _watch_schedule(trainee: DeepSpeedTrainee) -> None:
+    """The same of a pipeline, whose engine looks up what each instruction of its schedule does."""
+
+    def watched(execute: Callable[..., None], phase: str) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            trainee.on_phase(phase)
+            execute(*args, **kwargs)
+
+        return call
+
+    engine = trainee.deepspeed
+    known = engine._INSTRUCTION_MAP.items()
+    engine._INSTRUCTION_MAP = {
+        instruction: watched(execute, phase) if (phase := _OF_SCHEDULE.get(instruction.__name__)) else execute for instruction, execute in known
+    }
 
 
 class PlainPyTorch:

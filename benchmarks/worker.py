@@ -34,6 +34,7 @@ from ds_gpt.data import Dataset
 from ds_gpt.data.loader import BatchLoader
 from ds_gpt.data.rows import Rows
 from ds_gpt.data.stages import needed_vocabulary, prepare_stage
+from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
 from ds_gpt.trainer.reference import remember_reference
 
@@ -139,7 +140,8 @@ def make_bench(case: Case, composed: Composed, ranks: Ranks, dataset: Dataset) -
     trainee = make(case.trainer, composed, ranks)
     if run.stage == "dpo":
         remember_reference(trainee.engine, dataset)
-    share = ranks.rank, ranks.world_size, composed.micro_batch_size
+    grid = Grid(run.parallel, composed.data_ranks, ranks.rank)
+    share = grid.data_rank, grid.data_ranks, composed.micro_batch_size
     loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
     return Bench(composed, ranks, trainee, loader)
 

@@ -127,7 +127,7 @@ def compose(run_file: ConfigFile, deepspeed_file: ConfigFile, hardware: Hardware
     problems += impossible
     if "batch" in sections and not impossible:
         ranks = hardware.world_size // parallel.product
-        micro_batch_size, accumulation_steps, batch_problems = settle_batch(sections["batch"], deepspeed_file, ranks)
+        micro_batch_size, accumulation_steps, batch_problems = settle_batch(sections["batch"], deepspeed_file, ranks, parallel)
         problems += batch_problems
     try:
         run = parse_run(run_file)

@@ -101,7 +101,7 @@ class BatchConfig(Section):
     """Sequences per optimizer step. The global batch is mathematics, the micro-batch is systems."""
 
     global_batch_size: PositiveInt
-    micro_batch_size: PositiveInt | Auto = "auto"  # per rank; auto: no accumulation
+    micro_batch_size: PositiveInt | Auto = "auto"  # per rank; auto: no accumulation, but in a pipeline
 
 
 class OptimizerConfig(Section):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ds_gpt.engine.grid import Grid
 from ds_gpt.model.attention import Attend
+from ds_gpt.model.feed_forward import FeedForward
 from ds_gpt.model.gpt import GPT, Block
 from ds_gpt.model.lora import Adapted
 
@@ -66,6 +67,7 @@ def cut(model: GPT, group: torch.distributed.ProcessGroup) -> Cuts:
             for name, module in list(half.named_children()):
                 if name in _INTO + _OUT_OF:
                     setattr(half, name, _cut(module, LinearLayer if name in _INTO else LinearAllreduce, group))
+        _enter_once(block.feed_forward, group)
         block.attention.attend = partial(_attend_apart, block.attention.attend, torch.distributed.get_rank(group))
         for norm in (block.attention.q_norm, block.attention.k_norm):
             if norm is not None and norm.weight.requires_grad:  # whole, but what it normalizes is this rank's heads
@@ -90,6 +92,17 @@ def _cut(module: nn.Module, layer: type[nn.Module], group: torch.distributed.Pro
     if not into:  # what it reads is this rank's
         module.dropout = _DropoutApart(module.dropout.p, torch.distributed.get_rank(group))
     return module
+
+
+def _enter_once(feed_forward: FeedForward, group: torch.distributed.ProcessGroup) -> None:
+    """Add up the gradient of what both maps of SwiGLU read at once: DeepSpeed's layers add up each one's part."""
+    from deepspeed.module_inject.layers import ColumnParallel, LinearLayer
+
+    maps = (feed_forward.gate, feed_forward.up)
+    if all(isinstance(layer, LinearLayer) for layer in maps):  # an adapter's gradient is whole on every rank
+        for layer in maps:
+            layer.mp_group = None
+        feed_forward.register_forward_pre_hook(lambda module, inputs: (ColumnParallel.apply(group, *inputs),))
 
 
 class _DropoutApart(nn.Dropout):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from ds_gpt.config import ModelConfig, ParallelConfig
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
 from ds_gpt.config.files import lay_over, read_deepspeed_json, read_run_yaml
-from ds_gpt.config.parallel import sharing_problems
+from ds_gpt.config.parallel import COMBINATIONS, sharing_problems
 from ds_gpt.config.parse import sound_sections
 
 ALONE = ParallelConfig()
@@ -24,9 +25,10 @@ def stated(run: str, deepspeed_config: str, overrides: Sequence[str]) -> Paralle
 
 
 def possible(model: ModelConfig, devices: int, per_node: int) -> Iterator[ParallelConfig]:
-    """Splits worth a look: powers of two; tensor and sequence together within a node; stages of as many blocks each, and whole sequences."""
+    """Splits worth a look: powers of two that ds_gpt trains with at some ZeRO stage; tensor and sequence within a node; stages of as many blocks each."""
     powers = [2**power for power in range(devices.bit_length())]
-    for tensor in (size for size in powers if size <= per_node):
-        stages = [ParallelConfig(tensor=tensor, pipeline=size) for size in powers if size <= 64 and model.layers % size == 0]
-        shares = [ParallelConfig(tensor=tensor, sequence=size) for size in powers if 1 < size <= per_node // tensor]
-        yield from (degrees for degrees in (*stages, *shares) if not sharing_problems(degrees, model, devices))
+    stages = [size for size in powers if size <= 64 and model.layers % size == 0]
+    for tensor, pipeline, sequence in product(powers, stages, powers):
+        degrees = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence=sequence)
+        if degrees.used in COMBINATIONS and tensor * sequence <= per_node and not sharing_problems(degrees, model, devices):
+            yield degrees

@@ -138,19 +138,23 @@ class Plain(Sharding):
 
 
 class Bf16Optimizer(Sharding):
-    """ZeRO 1, bf16 weights, fp32 accumulation: the fp32 gradients of the whole model live for ever on every rank."""
+    """ZeRO 1, bf16 weights, fp32 accumulation: the fp32 gradients of the whole model live for ever on every rank.
+
+    Also a pipeline's at ZeRO 0, which shards all the same, and keeps gradients in bf16.
+    """
 
     def build(self) -> None:
         self.hold(self.elements, self.shapes.shard(self.trained_elements))
-        self.ledger.take(GRADIENTS, 4 * self.trained_elements)
+        self.kept = 4 if self.shapes.accumulates_fp32 else self.shapes.element  # bytes of a gradient
+        self.ledger.take(GRADIENTS, self.kept * self.trained_elements)
 
     def reduce(self, last: bool) -> None:
-        self.ledger.take(GRADIENTS, 4 * self.largest)  # one at a time is added in fp32
-        self.ledger.give(GRADIENTS, 4 * self.largest)
+        self.ledger.take(GRADIENTS, self.kept * self.largest)  # one at a time is added in fp32
+        self.ledger.give(GRADIENTS, self.kept * self.largest)
         if last:
             matrices = sum(parameter.elements for parameter in self.trained if parameter.matrix)
             # The flat fp32 buffers are concatenated where both go into one bucket, and sent in bf16.
-            size = 2 * matrices if matrices > _DDP_BUCKET else 6 * self.trained_elements
+            size = 2 * matrices if matrices > _DDP_BUCKET else (6 if self.kept == 4 else 2) * self.trained_elements
             self.ledger.take(BUCKETS, size)
             self.ledger.give(BUCKETS, size)
 

@@ -130,6 +130,7 @@ def sharding(shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger) ->
     """What DeepSpeed picks for this stage and precision, or the trainer's own."""
     if shapes.trainer.states:
         return Plain(shapes, parameters, ledger)
-    if shapes.stage == 1 and shapes.precision == "bf16" and shapes.accumulates_fp32 and not shapes.offload_optimizer:
+    accumulating = shapes.stage == 1 and shapes.accumulates_fp32 and not shapes.offload_optimizer
+    if shapes.precision == "bf16" and (accumulating or (shapes.stage == 0 and shapes.pipeline > 1)):
         return Bf16Optimizer(shapes, parameters, ledger)
     return (Sharding, Stage1, Stage2, Stage3)[shapes.stage](shapes, parameters, ledger)

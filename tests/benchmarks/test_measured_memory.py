@@ -17,7 +17,8 @@ from benchmarks.bench import Bench
 from benchmarks.breakdown import common, length, memory_by_kind, profiled, seen, time_by_phase, union
 from benchmarks.collectives import Collectives
 from benchmarks.ledger import Ledger
-from ds_gpt.model.counts import parameters
+from ds_gpt.engine.grid import Grid
+from ds_gpt.model.counts import block_parameters, parameters
 
 RANKS = 2
 # Wide enough that 512 bytes, to which every storage is rounded up, are little against a tensor.
@@ -32,7 +33,8 @@ def bench(ranks: Any, composed: Any, trainer: str = "ds_gpt") -> tuple[Bench, Co
 
     collectives = Collectives()
     collectives.install()
-    made = Bench(composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, ranks.rank, ranks.world_size))
+    grid = Grid(composed.run.parallel, composed.data_ranks, ranks.rank)
+    made = Bench(composed, ranks, make(trainer, composed, ranks), tiny_loader(composed, grid.data_rank, grid.data_ranks))
     made.step()
     return made, collectives
 
@@ -133,6 +135,28 @@ def test_known_delays_are_reported_and_every_trainer_draws_one_curve(trainer: st
         assert reduced >= 4 * parameters(composed.run.model), counts
     assert found[0]["losses"] == pytest.approx(_reference().losses, rel=1e-5)
     assert found[0]["norms"] == pytest.approx(_reference().grad_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("degree", ["tensor", "sequence", "pipeline"])
+def test_ranks_that_share_a_model_draw_the_same_curve(degree: str) -> None:
+    composed = tiny("zero1", RANKS, ["batch.micro_batch_size=4", f"parallel.{degree}=2"])
+    for rank in run_ranks(RANKS, times_of, composed, "ds_gpt"):
+        assert rank["losses"] == pytest.approx(_reference().losses, rel=1e-5)
+        assert rank["norms"] == pytest.approx(_reference().grad_norms, rel=1e-4)
+        assert rank["updates"] == rank["steps"]
+
+
+@pytest.mark.parametrize("degree", ["tensor", "sequence", "pipeline"])
+def test_bytes_by_kind_of_ranks_that_share_a_model(degree: str) -> None:
+    composed = tiny("zero1", RANKS, [*WIDE, f"parallel.{degree}=2"])
+    by_rank = [found["complete_bytes"] for found in run_ranks(RANKS, memory_of, composed)]
+    held = [found["weights"] + found["optimizer"] for found in by_rank]
+    model, count = composed.run.model, parameters(composed.run.model)
+    blocks = model.layers * block_parameters(model)
+    # fp32 weights, masters and moments: 4 + 12 bytes a parameter; the twice 12 bytes are shared where the weights are not.
+    alone, tied = count - blocks, model.vocabulary * model.width
+    expected = {"sequence": RANKS * 4 * count + 12 * count, "tensor": RANKS * 16 * (alone + blocks / 2), "pipeline": 16 * (count + tied)}[degree]
+    assert sum(held) == pytest.approx(expected, rel=0.01), (by_rank, expected)
 
 
 def test_the_clock_stops_when_the_device_is_done() -> None:

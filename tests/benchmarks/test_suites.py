@@ -19,7 +19,7 @@ from benchmarks import launch, machine, suite
 from benchmarks.cases import SUITES, Case, Suite, read_suite
 from benchmarks.prediction import predict_record
 from benchmarks.results import peak_bytes, summary
-from ds_gpt.config import ConfigError
+from ds_gpt.config import ConfigError, Hardware
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,6 +56,11 @@ def test_everything_wrong_with_a_suite_is_told(tmp_path: Path) -> None:
         read_suite(write_suite(tmp_path, text))
     assert len(error.value.problems) == 4 and "d compiles on a CPU" in str(error.value)
     assert "did you mean 'micro_batch'?" in str(error.value) and "none of ds_gpt, ddp, fsdp2, hf_trainer" in str(error.value) and "two cases are called 'c'" in str(error.value)
+
+
+def test_a_case_may_share_its_model_out() -> None:
+    shared = Case("shared", "quickstart", 4, 2, "zero1", overrides=("parallel.tensor=2",)).composed(Hardware("cpu", "CPU", 4, bf16=False))
+    assert (shared.data_ranks, shared.accumulation_steps, shared.run.batch.global_batch_size) == (2, 1, 4)
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:

@@ -38,6 +38,11 @@ def test_what_ranks_that_share_sequences_cannot_do_is_refused(settings: list[str
         tiny("zero1", 2, [*settings, "parallel.sequence=2"])
 
 
+def test_a_batch_is_divided_among_data_parallel_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)is not 3 data-parallel ranks \(6 / 2\).*the number of ranks to 2 or 4 or 8 or 16"):
+        tiny("zero1", 6, ["parallel.sequence=2"])
+
+
 def test_ranks_that_share_sequences_take_the_same_batches() -> None:
     composed = tiny("zero1", 4, ["parallel.sequence=2", "batch.micro_batch_size=2"])
     assert (composed.data_ranks, composed.accumulation_steps) == (2, 4)
@@ -116,3 +121,12 @@ def test_the_bubble_of_a_pipeline_is_told(accumulation: int, idle: str) -> None:
     composed = tiny("zero1", 2, ["parallel.pipeline=2", f"batch.global_batch_size={accumulation}", f"gradient_accumulation_steps={accumulation}"])
     assert any(f"2 stages idle {idle} of the time" in note for note in composed.notes)
     assert not any("idle" in note for note in tiny("zero1", 2).notes)
+
+
+@pytest.mark.parametrize(("batch", "stages", "ranks", "accumulation"), [(16, 2, 2, 8), (64, 2, 4, 8), (18, 2, 2, 9), (4, 2, 2, 4), (96, 4, 8, 16), (16, 1, 2, 1)])
+def test_a_pipeline_is_kept_busy_where_nothing_else_is_said(batch: int, stages: int, ranks: int, accumulation: int) -> None:
+    settings = [f"parallel.pipeline={stages}", "model.layers=4", f"batch.global_batch_size={batch}"]
+    composed = tiny("zero1", ranks, settings)
+    assert composed.accumulation_steps == accumulation
+    assert composed.micro_batch_size * accumulation * composed.data_ranks == batch
+    assert tiny("zero1", ranks, [*settings, "gradient_accumulation_steps=2"]).accumulation_steps == 2

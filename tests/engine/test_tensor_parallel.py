@@ -106,6 +106,9 @@ def test_bytes_fall_as_the_arithmetic_says(options: tuple[str, ...]) -> None:
         assert alone.resident["weights"] - trace.resident["weights"] == 4 * cut / 2
         assert alone.resident["moments"] - trace.resident["moments"] == 2 * 4 * cut / 2
         assert gradients[0] - gradients[rank] == 4 * cut / 2
+        # Twice a block and pass, the stream; beside it some numbers: norms of the gradient, the loss, gains of qk_norm.
+        stream = 4 * 4 * model.config.context * model.config.width
+        assert trace.collectives["allreduce"] == pytest.approx(model.config.layers * 2 * 2 * stream, abs=3000)
         if not options:
             # What a block keeps of a token for its backward pass, in fp32: of all heads queries, keys, values, mixtures
             # and the softmax's sums, and what goes into GELU and comes out. The stream and the logits are not cut.

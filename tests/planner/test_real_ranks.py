@@ -9,7 +9,7 @@ from forked_ranks import run_ranks
 from measured_ranks import measured
 from tiny import CONFIGS
 
-from ds_gpt.config import Hardware, load
+from ds_gpt.config import Composed, Hardware, load
 from ds_gpt.planner.memory import memory
 
 MODEL = ("model.layers=3", "model.width=256", "model.heads=4", "model.context=64", "model.vocab_size=1024", "batch.micro_batch_size=2")
@@ -32,14 +32,25 @@ TOLERANCE = 0.02
 ROUNDING_BYTES = 40 * 512  # the log rounds each tensor up to 512 bytes, as CUDA's allocator does
 
 
+def composed(deepspeed: str, overrides: tuple[str, ...]) -> Composed:
+    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", 2, bf16=True)
+    run = load(str(CONFIGS / "runs" / "quickstart.yaml"), str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *overrides))
+    optimizer = run.deepspeed["optimizer"]  # without the Adam that DeepSpeed compiles; fused: no temporaries in the step
+    return replace(run, deepspeed={**run.deepspeed, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}})
+
+
+@pytest.mark.parametrize(("stage", "degree", "precision"), [(1, "tensor", "fp32"), (1, "sequence", "fp32"), (1, "pipeline", "fp32"), (0, "pipeline", "bf16")])
+def test_the_peak_is_that_of_ranks_that_share_a_model(stage: int, degree: str, precision: str) -> None:
+    sizes = ("model.layers=4", "model.context=128", "batch.global_batch_size=8", f"bf16.enabled={str(precision == 'bf16').lower()}")
+    run = composed(f"zero{stage}", (*sizes, *SMALL_BUCKETS[:1], f"parallel.{degree}=2"))
+    fullest = max(real.peak_bytes for real in run_ranks(2, measured, run))  # the stages of a pipeline differ
+    assert memory(run).peak.bytes == pytest.approx(fullest, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_each_kind_is_what_a_real_rank_holds(case: str) -> None:
     deepspeed, accumulation, overrides = CASES[case]
-    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", 2, bf16=True)
-    sizes = (f"batch.global_batch_size={4 * accumulation}",)
-    run = load(str(CONFIGS / "runs" / "quickstart.yaml"), str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *sizes, *overrides))
-    optimizer = run.deepspeed["optimizer"]  # without the Adam that DeepSpeed compiles; fused: no temporaries in the step
-    run = replace(run, deepspeed={**run.deepspeed, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}})
+    run = composed(deepspeed, (f"batch.global_batch_size={4 * accumulation}", *overrides))
     planned, real = memory(run), run_ranks(2, measured, run)[0]
     if ADAPTERS[0] in overrides:  # three maps of three blocks, from 256 to 768 and 1024, and back from 1024
         trained = 3 * 8 * (256 + 768 + 2 * (256 + 1024))
