@@ -9,12 +9,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from forked_ranks import run_ranks
-from safetensors.torch import load_file
 from tiny import VOCABULARY
 
 from ds_gpt.checkpoint.folder import commit, prepare_partial
@@ -63,15 +61,6 @@ def gpt2_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def adapted_run(gpt2_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters on the GPT-2-shaped run, under two ranks that share its matrices."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    settings = ["lora.rank=4", f"init_from={gpt2_run}", "parallel.tensor=2", "optimizer.lr=0.05", "training.steps=20", "evaluation.every=20"]
-    run_ranks(2, train_run, str(folder), "zero1", settings, None, False)
-    return folder
-
-
 def copy_with(saved: SavedModel, folder: Path, weights: GPT, **options: object) -> SavedModel:
     """A run whose newest checkpoint has other weights, with both moments, and perhaps another shape."""
     shutil.copytree(saved.checkpoint.parent.parent, folder)
@@ -104,25 +93,6 @@ def test_transformers_continues_a_prompt_as_we_do(name: str, request: pytest.Fix
     assert (
         text == saved.tokenizer.decode([*ids, *continued]) and len(set(text.split())) > 8
     )  # trained: it counts in fives
-
-
-@pytest.mark.parametrize("format", ["hf", "safetensors", "torch"])
-def test_adapters_are_merged(format: Literal["hf", "safetensors", "torch"], adapted_run: Path, gpt2_run: Path, tmp_path: Path) -> None:
-    saved = find_saved_model(adapted_run)
-    export(saved, tmp_path / "out", format)
-    ours = saved.load()
-    tokens = torch.randint(VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        if format == "hf":
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-            torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-4)
-        else:
-            weights = load_file(tmp_path / "out" / "model.safetensors") if format == "safetensors" else torch.load(tmp_path / "out" / "model.pt")
-            named = dict(ours.named_parameters())
-            assert named.keys() <= weights.keys()
-            for name, weight in named.items():
-                torch.testing.assert_close(weights[name], weight.data, rtol=0, atol=0)
-        assert (ours(tokens) - find_saved_model(gpt2_run).load()(tokens)).abs().max() > 0.1, "the adapters learned something"
 
 
 def test_the_card_tells_how_it_was_trained(run: Path, tmp_path: Path) -> None:
