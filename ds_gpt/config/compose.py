@@ -171,7 +171,7 @@ def _disagreements(run_file: ConfigFile, batch: BatchConfig | None, optimizer: O
 
 def _shares(parallel: ParallelConfig, ranks: int) -> str:
     """Among whom the batch is divided; DeepSpeed takes each rank's part of a sequence for one."""
-    data = f"{ranks // parallel.product} data ranks of {ranks}" if parallel.used else f"{ranks} ranks"
+    data = f"{ranks // parallel.product} data ranks of {ranks}" if parallel.used else f"{ranks} rank{'s' * (ranks > 1)}"
     return data + (f", each sequence in {parallel.sequence} parts" if parallel.sequence > 1 else "")
 
 
