@@ -120,6 +120,10 @@ def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
         "compile.enabled": "a stage's forward pass is called by DeepSpeed's schedule, never as the one model that is compiled",
         "torch_autocast.enabled": "activations pass between stages in the type of the weights; use bf16",
         "zero_optimization.offload_optimizer": "DeepSpeed copies gradients to the host as one rank's backward pass makes them",
+        **dict.fromkeys(
+            ("wall_clock_breakdown", "flops_profiler.enabled"),
+            "DeepSpeed's timer of the backward pass is started twice in its schedule, and ends the run",
+        ),
         **dict.fromkeys(_DEEPSPEEDS_CHECKPOINTING, "DeepSpeed's own checkpointing keeps one micro-batch; several are under way"),
     }
     for key, reason in reasons.items():

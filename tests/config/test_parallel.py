@@ -94,6 +94,8 @@ def test_ranks_take_the_batch_that_their_data_parallel_rank_has() -> None:
         ("zero1", "zero_optimization.offload_optimizer={device: cpu}", "zero_optimization.offload_optimizer .* with parallel.pipeline"),
         ("zero1", "activation_checkpointing={partition_activations: true}", "partition_activations .* with parallel.pipeline"),
         ("zero1", "activation_checkpointing={contiguous_memory_optimization: true}", "contiguous_memory_optimization .* with"),
+        ("zero1", "wall_clock_breakdown=true", r"wall_clock_breakdown \(--set\) with parallel.pipeline(.|\n)*timer"),
+        ("zero1", "flops_profiler={enabled: true}", r"flops_profiler.enabled \(--set\) with parallel.pipeline"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(deepspeed: str, setting: str | None, complaint: str) -> None:
@@ -127,6 +129,7 @@ def test_fp16_that_adds_gradients_up_in_fp32_is_refused_in_a_pipeline() -> None:
 
 def test_a_pipeline_composes_with_what_is_off() -> None:
     settings = ["compile.enabled=false", "zero_optimization.offload_optimizer={device: none}", "torch_autocast={enabled: false}"]
+    settings += ["wall_clock_breakdown=false", "flops_profiler={enabled: false}"]
     assert tiny("zero1", 4, ["parallel.pipeline=2", *settings]).data_ranks == 2
 
 
