@@ -25,5 +25,6 @@ def predict_record(record: dict[str, Any]) -> Prediction | None:
     hardware = Hardware("cuda" if record["driver"] else "cpu", record["device"], ranks, bf16=record["precision"] == "bf16")
     micro = definition["micro_batch"]
     policy = None if definition["checkpointing"] == "off" else definition["checkpointing"]
-    composed = Composed(run, record["deepspeed"], hardware, micro, run.batch.global_batch_size // (micro * ranks), record["precision"], policy)
+    steps, item_tokens = run.batch.global_batch_size // (micro * ranks), record["tokens_per_step"] // run.batch.global_batch_size
+    composed = Composed(run, record["deepspeed"], hardware, micro, steps, record["precision"], policy, item_tokens=item_tokens)
     return predict(composed)

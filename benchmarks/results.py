@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.config import ModelConfig
-from ds_gpt.model.counts import flops_per_token, mfu, parameters
+from ds_gpt.config import ModelConfig, RunConfig
+from ds_gpt.model.counts import mfu, parameters, training_flops_per_token
 
 Record = dict[str, Any]
 _RESAMPLES = 2000
@@ -41,6 +41,12 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+def flops_of(record: Record) -> int:
+    """What the model of a case needs to train on a token."""
+    run = RunConfig(**record["run"])
+    return training_flops_per_token(run.model, run.lora, run.stage == "reward")
+
+
 def summary(record: Record) -> Record:
     """The numbers of a case that ran: time, throughput, memory of the fullest rank, communication, phases."""
     steps, ranks = step_times(record), record["definition"]["ranks"]
@@ -59,7 +65,7 @@ def summary(record: Record) -> Record:
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_per_rank": tokens_per_s / ranks,
         "parameters": parameters(model),
-        "mfu": mfu(tokens_per_s / ranks, flops_per_token(model), peak["per_rank"]) if peak["per_rank"] else None,
+        "mfu": mfu(tokens_per_s / ranks, flops_of(record), peak["per_rank"]) if peak["per_rank"] else None,
         "peak_flops": peak,
         "memory": _fullest([rank["memory"] for rank in all_ranks]),
         "start_up_s": statistics.median(rank["start_up_s"] for rank in all_ranks),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.compare import speed_ratio
 from benchmarks.ledger_kinds import KINDS
 from benchmarks.published import ROWS
-from benchmarks.results import Record, communication_overlap, curve_difference, peak_bytes
-from ds_gpt.config import ModelConfig
-from ds_gpt.model.counts import flops_per_token, mfu
+from benchmarks.results import Record, communication_overlap, curve_difference, flops_of, peak_bytes
+from ds_gpt.model.counts import mfu
 from ds_gpt.planner import Prediction
 
 Table = list[list[str]]
@@ -110,6 +110,7 @@ def _configuration(record: Record) -> str:
     definition = record["definition"]
     trainer = definition["trainer"]
     parts = [_PEERS[trainer]] if trainer in _PEERS else [f"{_ON_DEEPSPEED[trainer]}ZeRO {stage(record)}"]
+    parts += _task(record["run"])
     if "offload" in definition["deepspeed"] and trainer in _ON_DEEPSPEED:
         parts.append("offload")
     if definition["checkpointing"] != "off":
@@ -120,6 +121,13 @@ def _configuration(record: Record) -> str:
     if (definition["threads"] or 1) > 1:
         parts.append(f"{definition['threads']} threads")
     return ", ".join(parts)
+
+
+def _task(run: dict[str, Any]) -> list[str]:
+    """What is learned, where that is not next tokens by every weight. A record may be older than what it says nothing of."""
+    stage, objective = run.get("stage", "pretrain"), run.get("objective", {}).get("name", "next_token").replace("_", " ")
+    kinds = [stage] if stage != "pretrain" else [objective] if objective != "next token" else []
+    return kinds + ["adapters"] * (run.get("lora", {}).get("rank") is not None)
 
 
 def label(record: Record) -> str:
@@ -156,7 +164,7 @@ def overview(group: Sequence[Record], everything: Sequence[Record], predict: Cal
         memory = measured["memory"]
         row = [label(record), f"{measured['tokens_per_s']:,.0f}", f"{measured['tokens_per_s_per_rank']:,.0f}", f"{step['median'] * 1e3:,.1f}"]
         peak = peaks[record["threads"]]
-        flops = flops_per_token(ModelConfig(**record["run"]["model"]))
+        flops = flops_of(record)
         utilization = f"{mfu(measured['tokens_per_s_per_rank'], flops, peak):.1%}" if peak else "not known"
         row += [f"{step['p10'] * 1e3:,.1f} to {step['p90'] * 1e3:,.1f}", *(() if on_gpu else (f"{measured['cpu_step_s'] * 1e3:,.1f}",)), utilization]
         row += [_mib(peak_bytes(measured)), _mib(memory.get("reserved_peak_bytes") or memory["resident_peak_bytes"])]

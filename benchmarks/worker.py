@@ -27,13 +27,16 @@ from benchmarks.breakdown import memory_by_kind, profiled, time_by_phase
 from benchmarks.cases import Case
 from benchmarks.collectives import Collectives
 from benchmarks.trainers import make
-from ds_gpt.config import Composed
+from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.config.hardware import peak_flops
 from ds_gpt.config.parse import with_vocabulary
-from ds_gpt.data import Dataset, prepare
+from ds_gpt.data import Dataset
 from ds_gpt.data.loader import BatchLoader
+from ds_gpt.data.rows import Rows
+from ds_gpt.data.stages import needed_vocabulary, prepare_stage
 from ds_gpt.engine.grid import Grid
 from ds_gpt.engine.ranks import Ranks
+from ds_gpt.trainer.reference import remember_reference
 
 _BREAKDOWN_STEPS, _PROFILED_STEPS, _MEMORY_STEPS = 3, 2, 2
 _ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
@@ -69,8 +72,10 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
     collectives.install()
     ranks = Ranks.from_environment()
     composed = case.composed(ranks.hardware())
-    dataset = prepare(composed.run.data, composed.run.seed)
-    composed = replace(composed, run=with_vocabulary(composed.run, dataset.tokenizer.vocab_size))
+    dataset = prepare_stage(composed.run)
+    item_tokens = dataset.train.item_tokens if isinstance(dataset.train, Rows) else None
+    vocabulary = needed_vocabulary(composed.run, dataset)
+    composed = replace(composed, run=with_vocabulary(composed.run, vocabulary), item_tokens=item_tokens)
     ranks.connect()
     if case.threads:
         torch.set_num_threads(case.threads)
@@ -117,14 +122,28 @@ def measure(case: Case, launched_at: float) -> dict[str, Any]:
 def make_bench(case: Case, composed: Composed, ranks: Ranks, dataset: Dataset) -> Bench:
     """The case's trainer and its batches, ready to step."""
     run = composed.run
+    plain = run.stage == "pretrain" and run.objective.name == "next_token" and run.lora.rank is None
+    if case.trainer != "ds_gpt" and (not plain or run.keeps_documents_apart):
+        raise ConfigError(
+            Problem(
+                f"trainer = '{case.trainer}' with stage = '{run.stage}', objective.name = '{run.objective.name}', "
+                f"lora.rank = {run.lora.rank}, data.attend_across_documents = {run.data.attend_across_documents}",
+                "peers train every weight on next tokens, each of which sees all before it",
+                "set trainer: ds_gpt",
+            )
+        )
     sampler = dataset.train.sampler(run.model.context, run.batch.global_batch_size, run.seed)
     if case.trainer == "hf_trainer":
         from benchmarks.hugging_face import HuggingFaceBench
 
         return HuggingFaceBench(composed, ranks, dataset.train, sampler)
+    trainee = make(case.trainer, composed, ranks)
+    if run.stage == "dpo":
+        remember_reference(trainee.engine, dataset)
     grid = Grid(run.parallel, composed.data_ranks, ranks.rank)
-    loader = BatchLoader(dataset.train, sampler, grid.data_rank, grid.data_ranks, composed.micro_batch_size, ranks.device)
-    return Bench(composed, ranks, make(case.trainer, composed, ranks), loader)
+    share = grid.data_rank, grid.data_ranks, composed.micro_batch_size
+    loader = BatchLoader(dataset.train, sampler, *share, ranks.device, not run.data.attend_across_documents)
+    return Bench(composed, ranks, trainee, loader)
 
 
 @contextmanager

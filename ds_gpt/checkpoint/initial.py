@@ -52,7 +52,7 @@ class Initial:
         lora = LoraConfig.model_validate(self.facts.get("lora", {}))
         if lora.rank is None:
             return self._stored(name, numel)
-        weight = initial_at(self.facts["init_from"]).read(name, numel)
+        weight = self._base.read(name, numel)
         adapters = [name.removesuffix(".weight") + f".lora_{matrix}.weight" for matrix in "AB"]
         if not self._shards.numel(adapters[0]):
             return weight
@@ -65,6 +65,13 @@ class Initial:
     def __exit__(self, *error: object) -> None:
         if "_shards" in self.__dict__:
             self._shards.close()
+        if "_base" in self.__dict__:
+            self._base.__exit__(*error)
+
+    @cached_property
+    def _base(self) -> Initial:
+        """What the adapters stand beside. Raises ConfigError where it is gone."""
+        return initial_at(self.facts["init_from"])
 
     @cached_property
     def _shards(self) -> ShardReader:

@@ -18,9 +18,10 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         "run", metavar="RUN", help="a run folder (its newest intact checkpoint), or the folder of a checkpoint"
     )
     parser.add_argument(
-        "--format", choices=("hf", "safetensors", "torch"), default="hf",
-        help="hf: for transformers, vLLM and others; safetensors: ds_gpt's own tensor names; "
-        "torch: one file for torch.load (default: hf)",
+        "--format", choices=("hf", "peft", "safetensors", "torch"), default="hf",
+        help="hf: for transformers, vLLM and others, adapters merged; peft: the adapters alone, for peft and the model "
+        "that the run started from, exported as hf; safetensors: ds_gpt's own tensor names; torch: one file for "
+        "torch.load (default: hf)",
     )  # fmt: skip
     parser.add_argument(
         "--output", metavar="DIR", help="a folder that does not exist yet (default: RUN/exports/STEP-FORMAT-DTYPE)"
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
     """Find, convert, write, and say where. Raises ConfigError."""
     from ds_gpt.checkpoint.saved_model import find_saved_model
     from ds_gpt.config import ConfigError, Problem
+    from ds_gpt.exchange.adapters import export_adapter
     from ds_gpt.exchange.exporting import export
     from ds_gpt.exchange.tensor_files import parse_bytes
 
@@ -51,7 +53,10 @@ def run(options: argparse.Namespace) -> None:
     saved = find_saved_model(options.run, lambda text: print(text, file=sys.stderr))
     name = f"{saved.checkpoint.name}-{options.format}-{options.dtype}"
     output = Path(options.output) if options.output else saved.checkpoint.absolute().parent.parent / "exports" / name
-    export(saved, output, options.format, options.dtype, max_shard_bytes)
+    if options.format == "peft":
+        export_adapter(saved, output, options.dtype)
+    else:
+        export(saved, output, options.format, options.dtype, max_shard_bytes)
     size_bytes = sum(path.stat().st_size for path in output.iterdir())
     shown = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
     print(f"{saved.checkpoint} as {options.format}, {options.dtype}, {size_bytes / 1e6:,.1f} MB: {shown}")

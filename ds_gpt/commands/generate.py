@@ -123,6 +123,8 @@ def generate(options: argparse.Namespace) -> None:
     prompts = []
     if options.prompt is not None:
         chat = Chat.of(saved.tokenizer, saved.run.examples.template)
+        if options.chat and not saved.tokenizer.ends and chat.ending:  # no token says that an answer is over
+            options.stop = [*options.stop, chat.ending]
         prompts = [encode_prompt(chat.ask(options.prompt) if options.chat else options.prompt, saved.tokenizer)]
     elif options.batch_file is not None:
         prompts = read_prompts(options.batch_file, saved.tokenizer)

@@ -119,7 +119,7 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
     else:
         _lines(report.nothing_fits(found, device))
     if options.search:
-        tokens = float(steps * training.batch.global_batch_size * training.model.context)
+        tokens = float(steps * training.batch.global_batch_size * training.sequences * training.model.context)
         print()
         _lines(report.cheapest_devices(search.cheapest(options.config, paths, known.values(), options.devices, options.overrides), tokens))
     if options.why:

@@ -113,6 +113,7 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     from ds_gpt.checkpoint.initial import find_initial, started_from
     from ds_gpt.config import load
     from ds_gpt.config.parse import with_vocabulary
+    from ds_gpt.data.rows import Rows
     from ds_gpt.data.stages import needed_vocabulary, prepare_stage
     from ds_gpt.engine.grid import said_apart
     from ds_gpt.trainer.out_of_memory import check_host_memory
@@ -127,7 +128,9 @@ def settle(options: argparse.Namespace, ranks: Ranks) -> tuple[Composed, Dataset
     run = with_vocabulary(composed.run, needed_vocabulary(composed.run, dataset))
     # On nodes of one size; `ds-gpt doctor` asks them.
     apart = said_apart(run.parallel, [rank // ranks.local_world_size for rank in range(ranks.world_size)])
-    composed = replace(composed, run=run, notes=(*composed.notes, *dataset.notes, *filter(None, [apart])))
+    notes = (*composed.notes, *dataset.notes, *filter(None, [apart]))
+    item_tokens = dataset.train.item_tokens if isinstance(dataset.train, Rows) else None
+    composed = replace(composed, run=run, notes=notes, item_tokens=item_tokens)
     check_lengths(composed, dataset)
     check_host_memory(composed, ranks.local_world_size, psutil.virtual_memory().total)
     return composed, dataset, initial

@@ -44,6 +44,7 @@ class Composed:
         run_owners: the same for each dotted key of ``run``.
         notes: what was decided for the user, a sentence each.
         stated: the DeepSpeed config as it was given, ``--set`` included and every ``"auto"`` kept.
+        item_tokens: tokens of one item of the batch, padding included, where only the data tells; None: as many as fit.
     """
 
     run: RunConfig
@@ -58,6 +59,7 @@ class Composed:
     run_owners: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     stated: dict[str, Any] = field(default_factory=dict)
+    item_tokens: int | None = None
 
     @property
     def zero_stage(self) -> int:
@@ -71,8 +73,8 @@ class Composed:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in the global batch."""
-        return self.run.batch.global_batch_size * self.run.model.context
+        """Tokens of the global batch, all that the model sees: padding, and both sequences of a pair."""
+        return self.run.batch.global_batch_size * (self.item_tokens or self.run.sequences * self.run.model.context)
 
 
 def load(

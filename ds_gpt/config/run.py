@@ -219,6 +219,16 @@ class RunConfig(Section):
         return self.training.steps if self.schedule.decay_steps == "auto" else self.schedule.decay_steps
 
     @property
+    def sequences(self) -> int:
+        """Sequences of one item of the batch: a pair of answers is two."""
+        return 2 if self.stage in ("dpo", "reward") else 1
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a token sees its own document only, of those that share a sequence; packed examples are documents."""
+        return self.stage == "sft" or (self.stage == "pretrain" and not self.data.attend_across_documents)
+
+    @property
     def generates(self) -> bool:
         """Whether what is trained predicts the next token, so that text can be sampled from it."""
         return self.stage != "reward" and self.objective.name == "next_token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
@@ -19,6 +20,10 @@ class LoraConfig(Section):
     dropout: Fraction = 0.0  # of what the adapters read
     # Names of linear maps within a block, or shell patterns of their full names: "blocks.[01].*.up"
     targets: Annotated[tuple[str, ...], Strict(False), Field(min_length=1)] = ("qkv", "out")
+
+    def adapts(self, name: str) -> bool:
+        """Whether the linear map of that full name gets an adapter, where there are adapters at all."""
+        return any(fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}") for target in self.targets)
 
 
 class ObjectiveConfig(Section):

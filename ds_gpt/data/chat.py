@@ -83,6 +83,12 @@ class Chat:
         """What a user says, as text up to where the answer begins. Raises ValueError where the template fails."""
         return self.render([{"role": "user", "content": prompt}], answer_next=True)
 
+    @property
+    def ending(self) -> str:
+        """What the template writes after an answer. Raises ValueError where the template fails."""
+        (_, _), (answer, _) = self.pieces([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        return answer.partition("!")[2]
+
     def pieces(self, messages: Sequence[Message]) -> list[Piece]:
         """A conversation, the assistant's messages marked as answers: what the template adds after one belongs to it.
 

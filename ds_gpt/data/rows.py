@@ -33,6 +33,11 @@ class Rows:
         """Tokens of all rows, padding included."""
         return self.arrays[0].size
 
+    @property
+    def item_tokens(self) -> int:
+        """Tokens of one row, padding included; of a pair, of both sequences."""
+        return len(self) // len(self.counted)
+
     def sampler(self, context: int, global_batch_size: int, seed: int) -> RowSampler:
         """What says which rows a step reads."""
         return RowSampler(len(self), context, global_batch_size, seed, len(self.counted))

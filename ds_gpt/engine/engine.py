@@ -45,7 +45,7 @@ from ds_gpt.engine.state import (
     pieces,
 )
 from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
-from ds_gpt.learning.objectives import Forward, Measured, Objective, objective_of, sequence_log_probs
+from ds_gpt.learning.objectives import Forward, Measured, Objective, log_probs_of, objective_of
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
 from ds_gpt.model.lora import apply_lora
@@ -300,7 +300,7 @@ class Engine:
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""
         with self.evaluating(), self._sequence.alone():
-            return self._everywhere(inputs_BT, loss=partial(sequence_log_probs, targets=targets_BT))
+            return self._everywhere(inputs_BT, loss=log_probs_of(self.composed.run, targets_BT))
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the training state."""

@@ -98,14 +98,27 @@ def run_steps(engine: Any, allocations: Allocations, kinds: dict[int, str]) -> N
         return call
 
     wrapped.forward, wrapped.backward, wrapped.step = marked(forward, "forward"), marked(backward, "backward", "loss"), marked(step, "step")
-    shape = (composed.micro_batch_size, composed.run.model.context)
     for number in range(_STEPS):
-        batches = [(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)) for _ in range(composed.accumulation_steps)]
+        batches = [_batch(composed) for _ in range(composed.accumulation_steps)]
         if number == _STEPS - 1:
             allocations.collectives.clear()
         engine.step(number, batches, composed.run.optimizer.lr)
         del batches
         allocations.mark("between steps")
+
+
+def _batch(composed: Composed) -> tuple[Tensor, ...]:
+    """What the objective of the run takes, as `ds_gpt.data.loader` makes it."""
+    run, size = composed.run, composed.micro_batch_size
+    arrays = 2 + run.keeps_documents_apart + (run.stage == "sft")
+    batch = [torch.zeros((run.sequences * size, run.model.context), dtype=torch.int64) for _ in range(arrays)]
+    if run.stage == "dpo":
+        batch.append(torch.zeros((size, 2)))
+    if run.objective.name != "next_token":
+        batch.append(torch.zeros(size, dtype=torch.int64))
+    if run.stage != "pretrain" or run.objective.name != "next_token":
+        batch.append(torch.ones(()))
+    return tuple(batch)
 
 
 def _name_buckets(optimizer: Any, allocations: Allocations, kinds: dict[int, str]) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ds_gpt.checkpoint.initial import Initial
 from ds_gpt.checkpoint.saved_model import SavedModel
-from ds_gpt.checkpoint.shards import ShardReader, sync
+from ds_gpt.checkpoint.shards import sync
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.data.tokenizer_json import end_name, separator_name, tokenizer_json
-from ds_gpt.engine.state import WEIGHT
 from ds_gpt.exchange.families import Family, config_json, family_of
 from ds_gpt.exchange.foreign_config import OWN
 from ds_gpt.exchange.layouts import Layout, Shape, foreign_shapes, own_layout, parameter_shapes
@@ -56,7 +56,7 @@ def export(
     layout = family.layout(model) if family else own_layout(model)
     shapes, torch_dtype = parameter_shapes(model), DTYPES[dtype]
     files = _hugging_face_files(saved, family, torch_dtype) if family else _own_files(saved)
-    with new_folder(output, "--output") as folder, _Masters(saved.checkpoint, shapes) as masters:
+    with new_folder(output, "--output") as folder, _Masters(saved, shapes) as masters:
         if format == "torch":
             _write_torch(folder / _TORCH_FILE, shapes, masters.read, torch_dtype, model.tied_head)
         else:
@@ -71,7 +71,7 @@ def export(
 
 
 class _Masters:
-    """The fp32 weights of a checkpoint, one at a time.
+    """The fp32 weights of a checkpoint, one at a time, adapters merged.
 
     What was read of a mapped file counts as this process's memory for as long as the file is open, so the files are
     closed and opened anew each time that a share of the weights was read.
@@ -79,12 +79,15 @@ class _Masters:
 
     _SHARE = 1 / 8
 
-    def __init__(self, checkpoint: Path, shapes: Mapping[str, Shape]) -> None:
-        self._checkpoint, self._numels = checkpoint, {name: math.prod(shape) for name, shape in shapes.items()}
+    def __init__(self, saved: SavedModel, shapes: Mapping[str, Shape]) -> None:
+        self._saved, self._numels = saved, {name: math.prod(shape) for name, shape in shapes.items()}
         self._shapes, self._limit = shapes, sum(self._numels.values()) * self._SHARE
         self._since_opened = 0
         self._files = ExitStack()
-        self._shards = self._files.enter_context(ShardReader(checkpoint))
+        self._stored = self._open()
+
+    def _open(self) -> Initial:
+        return self._files.enter_context(Initial(self._saved.checkpoint, self._saved.state["facts"]))
 
     def __enter__(self) -> _Masters:
         return self
@@ -98,9 +101,8 @@ class _Masters:
         """A parameter's values."""
         if self._since_opened > self._limit:
             self._files.close()
-            self._shards, self._since_opened = self._files.enter_context(ShardReader(self._checkpoint)), 0
-        values = self._shards.read(name, WEIGHT, 0, self._numels[name])
-        assert values is not None, f"an intact checkpoint of this shape has '{name}'"
+            self._stored, self._since_opened = self._open(), 0
+        values = self._stored.read(name, self._numels[name])
         self._since_opened += self._numels[name]
         return values.view(self._shapes[name])
 
@@ -109,13 +111,13 @@ def _tensors(layout: Layout, read: Read, dtype: torch.dtype) -> Iterator[Tensor]
     """The format's tensors, in the order of `foreign_shapes`."""
     for rule in layout.rules:
         for part in rule.outward(read(rule.ours)):
-            yield _cast(part, dtype, rule.ours)
+            yield cast(part, dtype, rule.ours)
     for shape in layout.zeros.values():
         yield torch.zeros(shape, dtype=dtype)
 
 
 def _write_torch(path: Path, shapes: Mapping[str, Shape], read: Read, dtype: torch.dtype, tied_head: bool) -> None:
-    weights = {name: _cast(read(name), dtype, name) for name in shapes}
+    weights = {name: cast(read(name), dtype, name) for name in shapes}
     if tied_head:  # the same tensor under a second name: `load_state_dict` asks for it, the file holds it once
         weights["head.weight"] = weights["embedding.tokens.weight"]
     try:
@@ -125,7 +127,7 @@ def _write_torch(path: Path, shapes: Mapping[str, Shape], read: Read, dtype: tor
     sync(path)
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """`tensor` in `dtype`. Raises ConfigError where a value is beyond what fp16 holds."""
     result = tensor.to(dtype)
     if dtype == torch.float16 and tensor.isfinite().all() and not result.isfinite().all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,3 +97,62 @@ class _ChunkedLoss(torch.autograd.Function):
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(factor).to(ctx.weight_dtype)
         return x_gradient.mul_(factor), weight_gradient, None, None, None
+
+
+def linear_log_probs(x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None = None) -> Tensor:
+    """Log-probability of each target under the logits x @ weight.T, fp32, zero where it is ignored.
+
+    `x` are (..., D), `weight` (V, D), `targets` (...), as the result. Logits exist for `chunk_tokens` rows at a time, in
+    both passes: what a row's gradient is multiplied by is known in the backward pass only, so each chunk's logits are
+    made there a second time, and nothing but `x` waits for it. The arithmetic is that of the whole; in one chunk, or
+    with None, the logits go through autograd as usual.
+    """
+    if chunk_tokens is None or targets.numel() <= chunk_tokens:
+        return _log_probs(F.linear(x, weight), targets)
+    return _ChunkedLogProbs.apply(x, weight, targets, chunk_tokens)
+
+
+def _log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    chosen = F.log_softmax(logits, dim=-1, dtype=torch.float32).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    return chosen.masked_fill(targets == IGNORE_INDEX, 0)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probabilities by chunks, whose logits are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.chunk_tokens = chunk_tokens
+        found = torch.empty(targets.numel(), dtype=torch.float32, device=x.device)
+        for place, rows, wanted in _chunks(x, targets, chunk_tokens):
+            found[place] = _log_probs(F.linear(rows, weight), wanted)
+        return found.view_as(targets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, targets = ctx.saved_tensors
+        trained = ctx.needs_input_grad[1]
+        x_gradient, factors = x.new_empty(targets.numel(), x.shape[-1]), gradient.flatten()
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trained else None  # many small ones add up
+        leaf = weight.detach().requires_grad_(trained)
+        for place, rows, wanted in _chunks(x.detach(), targets, ctx.chunk_tokens):
+            rows = rows.requires_grad_()
+            with torch.enable_grad():
+                found = _log_probs(F.linear(rows, leaf), wanted)
+            gradients = torch.autograd.grad(found, (rows, leaf) if trained else (rows,), factors[place])
+            x_gradient[place] = gradients[0]
+            if trained:
+                weight_gradient += gradients[1]
+            del found, gradients  # before the next chunk's are made
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return x_gradient.view_as(x), weight_gradient, None, None
+
+
+def _chunks(x: Tensor, targets: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Where each chunk lies among the rows, its rows and its targets."""
+    rows, targets = x.flatten(end_dim=-2), targets.flatten()
+    for start in range(0, len(rows), chunk_tokens):
+        place = slice(start, start + chunk_tokens)
+        yield place, rows[place], targets[place]

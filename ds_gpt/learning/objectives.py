@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ds_gpt.config import RunConfig
-from ds_gpt.learning.loss import IGNORE_INDEX, linear_cross_entropy_sum
+from ds_gpt.learning.loss import IGNORE_INDEX, linear_cross_entropy_sum, linear_log_probs
 
 Forward = Callable[..., Any]  # GPT.forward
 
@@ -108,7 +107,7 @@ def preference(
     under the model that the run started from. A pair without targets is padding.
     """
     beta, smoothing = run.preference.beta, run.preference.label_smoothing
-    log_probs_B2 = forward(inputs_NT, loss=partial(sequence_log_probs, targets=targets_NT)).view(-1, 2)
+    log_probs_B2 = forward(inputs_NT, loss=log_probs_of(run, targets_NT)).view(-1, 2)
     rewards_B2 = beta * (log_probs_B2 - reference_B2)
     margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
     loss_B = -(1 - smoothing) * F.logsigmoid(margin_B) - smoothing * F.logsigmoid(-margin_B)
@@ -134,11 +133,17 @@ def reward(
     return _over_pairs(-F.logsigmoid(margin_B), margin_B, targets_NT, share, {})
 
 
-def sequence_log_probs(x_BTD: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability of each sequence's targets together, B, fp32; ignored ones count for nothing."""
-    log_probs_BTV = F.log_softmax(F.linear(x_BTD, weight), dim=-1, dtype=torch.float32)
-    of_targets = log_probs_BTV.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
-    return of_targets.masked_fill(targets == IGNORE_INDEX, 0).sum(dim=-1)
+def log_probs_of(run: RunConfig, targets_NT: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes `sequence_log_probs` of the last hidden states and the head's weight."""
+    return partial(sequence_log_probs, targets=targets_NT, chunk_tokens=run.loss_chunk_tokens)
+
+
+def sequence_log_probs(x_BTD: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int | None = None) -> Tensor:
+    """Log-probability of each sequence's targets together, B, fp32; ignored ones count for nothing.
+
+    Logits exist for `chunk_tokens` tokens at a time, None: for all.
+    """
+    return linear_log_probs(x_BTD, weight, targets, chunk_tokens).sum(dim=-1)
 
 
 def _cross_entropy(

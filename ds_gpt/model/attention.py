@@ -13,29 +13,29 @@ from torch import Tensor, nn
 from ds_gpt.config import ModelConfig
 from ds_gpt.model.positions import rotate, rotation
 
-Attend = Callable[..., Tensor]  # as `attend`: q, k, v, dropout, and seen_BTS where not all tokens before are seen
+Attend = Callable[..., Tensor]  # as `attend`: q, k, v, dropout, and mask_BTS where not all tokens before are seen
 
 
 def attend(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, window: int | None = None, seen_BTS: Tensor | None = None
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, dropout: float, window: int | None = None, mask_BTS: Tensor | None = None
 ) -> Tensor:
     """Causal attention of T queries over S keys, of which the queries' own are the last: a mixture of values, BHTK.
 
     Each of the G key/value heads serves H / G consecutive query heads (Ainslie et al. 2023). `dropout` is a
-    probability, `window` the number of keys that a query sees, its own included (None: all). Where `seen_BTS` (bool) is
-    given, it alone says which keys each query sees.
+    probability, `window` the number of keys that a query sees, its own included (None: all). Where `mask_BTS` is given,
+    an `additive` one, it alone says which keys each query sees.
     """
     length, attended, shared = q_BHTK.shape[-2], k_BGSK.shape[-2], q_BHTK.shape[1] // k_BGSK.shape[1]
-    if seen_BTS is None and length == attended and (window is None or window >= length):
+    if mask_BTS is None and length == attended and (window is None or window >= length):
         options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": shared > 1}
         return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
     # CUDA's kernels take a mask or shared heads, not both: what cannot be fused would form the scores, T x S a head.
-    k_BHSK, v_BHSK = k_BGSK.repeat_interleave(shared, dim=1), v_BGSK.repeat_interleave(shared, dim=1)
-    if seen_BTS is None:
-        seen = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
+    k_BHSK, v_BHSK = (x.repeat_interleave(shared, dim=1) if shared > 1 else x for x in (k_BGSK, v_BGSK))
+    if mask_BTS is None:
+        added = mask(length, attended, window, q_BHTK.dtype, q_BHTK.device)
     else:
-        seen = seen_BTS[:, None]  # the same for all heads
-    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=seen, dropout_p=dropout)
+        added = mask_BTS[:, None]  # the same for all heads
+    return F.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, attn_mask=added, dropout_p=dropout)
 
 
 def visible(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
@@ -53,20 +53,30 @@ def mask(length: int, attended: int, window: int | None, dtype: torch.dtype, dev
 
     One for all layers, each of which keeps it for the backward pass.
     """
-    seen_TS = visible(length, attended, window, device)
-    return torch.zeros(length, attended, dtype=dtype, device=device).masked_fill_(~seen_TS, -torch.inf)
+    return additive(visible(length, attended, window, device), dtype)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores so that a query sees the keys marked in `seen` (bool) alone: there 0, else -inf.
+
+    Attention makes the same of a mask of bools, but in every layer anew, and each keeps its own for the backward pass.
+    """
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 @torch.no_grad()
-def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None, seen_BTS: Tensor | None = None) -> Tensor:
+def attention_maps(q_BHTK: Tensor, k_BGSK: Tensor, window: int | None = None, mask_BTS: Tensor | None = None) -> Tensor:
     """The weights that `attend` gives each key, before dropout: BHTS, fp32, rows sum to 1, zero above the diagonal.
 
     Fused kernels never form this matrix, whose memory grows with T squared; it is for looking, not for training.
     """
     k_BHSK = k_BGSK.repeat_interleave(q_BHTK.shape[1] // k_BGSK.shape[1], dim=1)
     scores_BHTS = q_BHTK @ k_BHSK.transpose(-2, -1) / math.sqrt(q_BHTK.shape[-1])
-    seen = visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device) if seen_BTS is None else seen_BTS[:, None]
-    return scores_BHTS.masked_fill(~seen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    if mask_BTS is None:
+        added = additive(visible(*scores_BHTS.shape[-2:], window, scores_BHTS.device), scores_BHTS.dtype)
+    else:
+        added = mask_BTS[:, None]
+    return (scores_BHTS + added).softmax(dim=-1, dtype=torch.float32)
 
 
 class CausalSelfAttention(nn.Module):
@@ -93,14 +103,14 @@ class CausalSelfAttention(nn.Module):
         self.save_attention = False
         self.attention_maps: Tensor | None = None
 
-    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, seen_BTS: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, mask_BTS: Tensor | None = None) -> Tensor:
         """BTD to BTD. `turns` are the `rotation` of the tokens' positions, 0 to T - 1 where there is none.
 
-        `seen_BTS` (bool) marks the keys that each query sees, where that is not all before it.
+        `mask_BTS`, an `additive` one, says which keys each query sees, where that is not all before it.
         """
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, turns)
-        self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window, seen_BTS) if self.save_attention else None
-        apart = {} if seen_BTS is None else {"seen_BTS": seen_BTS}  # not every `attend` takes it
+        self.attention_maps = attention_maps(q_BHTK, k_BGSK, self.window, mask_BTS) if self.save_attention else None
+        apart = {} if mask_BTS is None else {"mask_BTS": mask_BTS}  # not every `attend` takes it
         y_BHTK = self.attend(q_BHTK, k_BGSK, v_BGSK, self.dropout if self.training else 0.0, **apart)
         return self.out(y_BHTK.transpose(1, 2).flatten(start_dim=2))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ds_gpt.config import ModelConfig
+from ds_gpt.config.run import RunConfig
+from ds_gpt.config.stage import LoraConfig
 
 
 def block_parameters(config: ModelConfig) -> int:
@@ -44,6 +46,49 @@ def flops_per_token(config: ModelConfig, context: int | None = None) -> int:
     attended = length if config.sliding_window is None else min(length, config.sliding_window)
     looked_up = position_parameters(config) + (0 if config.tied_head else config.vocabulary * config.width)
     return 6 * (parameters(config) - looked_up) + 12 * config.layers * config.width * attended
+
+
+def training_flops_per_token(
+    config: ModelConfig, lora: LoraConfig = LoraConfig(), scalar_head: bool = False, context: int | None = None
+) -> int:
+    """`flops_per_token` where not every weight is trained, or the head gives one number a token (a reward model).
+
+    A frozen weight has no gradient to be computed, which is a third of its arithmetic: beside adapters a model costs
+    4 N + 6 N' + 12 L D S, N' the parameters of the adapters.
+    """
+    head = config.vocabulary * config.width
+    attention = flops_per_token(config, context) - flops_per_token(config, 0)
+    multiplied = flops_per_token(config, 0) // 6 - scalar_head * head
+    own_head = scalar_head * config.width  # trained beside adapters, too
+    frozen = 2 * multiplied if lora.rank is not None else 0
+    return 6 * (multiplied + own_head + adapter_parameters(config, lora)) - frozen + attention
+
+
+def linear_maps(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each linear map of a block, by its name in the block, in the model's order."""
+    width, hidden = config.width, config.hidden_width
+    projected = (config.heads + 2 * config.key_heads) * config.head_width
+    into = {f"feed_forward.{name}": (width, hidden) for name in (("gate", "up") if config.ffn == "swiglu" else ("up",))}
+    attention = {"attention.qkv": (width, projected), "attention.out": (width, width)}
+    return {**attention, **into, "feed_forward.down": (hidden, width)}
+
+
+def adapter_parameters(config: ModelConfig, lora: LoraConfig) -> int:
+    """Parameters of all adapters; of a map from n to m numbers rank x (n + m)."""
+    if lora.rank is None:
+        return 0
+    sizes = linear_maps(config)
+    names = ((block, name) for block in range(config.layers) for name in sizes)
+    return sum(lora.rank * sum(sizes[name]) for block, name in names if lora.adapts(f"blocks.{block}.{name}"))
+
+
+def trained_parameters(run: RunConfig) -> int:
+    """Parameters that a run changes, which are those with gradients and optimizer state."""
+    model, scalar_head = run.model, run.stage == "reward"
+    if run.lora.rank is not None:
+        return adapter_parameters(model, run.lora) + scalar_head * model.width
+    head = model.width - (0 if model.tied_head else model.vocabulary * model.width)
+    return parameters(model) + scalar_head * head
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

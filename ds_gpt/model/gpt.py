@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_gpt.config import ModelConfig
-from ds_gpt.model.attention import CausalSelfAttention, visible
+from ds_gpt.model.attention import CausalSelfAttention, additive, visible
 from ds_gpt.model.feed_forward import FeedForward
 from ds_gpt.model.positions import rotation
 
@@ -72,9 +72,9 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, seen_BTS: Tensor | None = None) -> Tensor:
-        """BTD to BTD; `turns` and `seen_BTS` as in `CausalSelfAttention`."""
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), turns, seen_BTS))
+    def forward(self, x_BTD: Tensor, turns: Tensor | None = None, mask_BTS: Tensor | None = None) -> Tensor:
+        """BTD to BTD; `turns` and `mask_BTS` as in `CausalSelfAttention`."""
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), turns, mask_BTS))
         return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
 
 
@@ -150,7 +150,7 @@ class GPT(nn.Module):
             seen_BTS = seen_BTS | (torch.arange(attended, device=x_BTD.device) < prefix_B[:, None])[:, None]
         if documents_BT is not None:
             seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
-        return turns, seen_BTS
+        return turns, additive(seen_BTS, x_BTD.dtype)
 
     def as_layers(self) -> list[nn.Module]:
         """The modules that `forward` chains, in order: embedding, blocks, final norm, head.

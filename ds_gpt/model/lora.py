@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -83,7 +82,7 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
     _check_targets(config, list(maps))
     model.requires_grad_(False)
     for name, base in maps.items():
-        if any(_matches(name, target) for target in config.targets):
+        if config.adapts(name):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Adapted(base, config.rank, config.alpha, config.dropout))
     model.get_submodule("embedding").register_forward_hook(_differentiable)
@@ -99,10 +98,6 @@ def _differentiable(module: nn.Module, inputs: object, x_BTD: Tensor) -> None:
         x_BTD.requires_grad_()
 
 
-def _matches(name: str, target: str) -> bool:
-    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
-
-
 def _check_targets(config: LoraConfig, names: list[str]) -> None:
     known = sorted({name.rpartition(".")[2] for name in names})
     wrong = [
@@ -112,7 +107,7 @@ def _check_targets(config: LoraConfig, names: list[str]) -> None:
             did_you_mean(target, known),
         )
         for target in config.targets
-        if not any(_matches(name, target) for name in names)
+        if not any(config.model_copy(update={"targets": (target,)}).adapts(name) for name in names)
     ]
     if wrong:
         raise ConfigError(wrong)

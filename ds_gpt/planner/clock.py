@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_gpt.model.counts import linear_maps
 from ds_gpt.planner.devices import Device
 from ds_gpt.planner.shapes import Shapes
 
@@ -46,7 +47,9 @@ class Clock:
         self.shapes, self.device, self.constants = shapes, device, constants
         self.peak = device.peak(shapes.precision)
         self.bandwidth = device.bandwidth * constants.bandwidth
-        self.parameters = sum(parameter.elements for parameter in shapes.parameters(first, last))
+        parameters = shapes.parameters(first, last)
+        self.parameters = sum(parameter.elements for parameter in parameters)
+        self.trained = sum(parameter.elements for parameter in parameters if parameter.trained)
         self.forward_s = self.backward_s = 0.0
         self.parts = self._compute(last)
 
@@ -59,21 +62,26 @@ class Clock:
         projected = width + 2 * model.key_heads * model.head_width
         maps = ((width, projected // tensor), (width // tensor, width), *into * ((width, hidden // tensor),), (hidden // tensor, width))
         linear = sum(self._matrix(tokens, inputs, outputs) for inputs, outputs in maps)
-        vocabulary = model.vocabulary // (tensor if shapes.trainer.vocabulary_parallel else 1)
+        adapters, adapters_backward = self._adapters(layers)
+        vocabulary, task = shapes.vocabulary, shapes.task
         head = self._matrix(tokens, width, vocabulary) * has_head
+        # What a frozen matrix has no gradient of is not computed. Of answers, each chunk's logits are computed twice.
+        back = 1 if task.adapts else 2
+        head_back = (1 if task.adapts and task.loss != "reward" else 2) + (task.loss == "answers" and tokens > (shapes.chunk or tokens))
         attention, attention_backward = self._attention()
         forward, backward = self._element_wise()
         loss = self._pass(self._bytes_of_loss * tokens * vocabulary, 10) * has_head
         recompute = 0.0
         if shapes.policy == "full":
-            recompute = layers * (linear + attention + forward)
+            recompute = layers * (linear + attention + forward) + adapters
         elif shapes.policy == "selective":
             recompute = layers * (forward + (attention if model.dropout else 0))
-        self.forward_s = layers * (linear + attention + forward) + head + loss / 2
-        self.backward_s = layers * (2 * linear + attention_backward + backward) + 2 * head + loss / 2 + recompute
+        self.forward_s = layers * (linear + attention + forward) + adapters + head + loss / 2
+        self.backward_s = layers * (back * linear + attention_backward + backward) + adapters_backward + head_back * head + loss / 2 + recompute
         steps = shapes.accumulation
         return {
-            "matrices": steps * 3 * (layers * linear + head),
+            "matrices": steps * ((1 + back) * layers * linear + (1 + head_back) * head),
+            **({"adapters": steps * (adapters + adapters_backward)} if task.adapts else {}),
             "attention": steps * layers * (attention + attention_backward),
             "element-wise": steps * (layers * (forward + backward) + loss),
             "recomputation": steps * recompute,
@@ -88,18 +96,39 @@ class Clock:
     def _attention(self) -> tuple[float, float]:
         """Forward and backward."""
         shapes, model = self.shapes, self.shapes.model
-        attended = min(model.context, 2 * (model.sliding_window or model.context))  # on average half of it, or all of a window
+        attended = min(shapes.context, 2 * (model.sliding_window or shapes.context))  # on average half of it, or all of a window
         pairs = shapes.tokens * attended * model.width / shapes.tensor
+        if shapes.trainer.attention == "flash" and shapes.task.masked:
+            # A kernel that takes a mask computes all scores, and reads the mask for each head.
+            read = shapes.element * shapes.tokens * shapes.context * model.heads / shapes.tensor
+            forward = max(4 * shapes.tokens * shapes.context * model.width / shapes.tensor / (self.peak * self.constants.attention), self._pass(read, 1))
+            return forward, 2.5 * forward
         if shapes.trainer.attention == "flash":
             # Causal: half of the scores. Backward: 2.5 times the forward (FlashAttention recomputes the scores).
             forward = 2 * pairs / (self.peak * self.constants.attention) + self.constants.launch_s
             return forward, 2.5 * forward
-        scores, head_width = shapes.tokens * model.context * model.heads / shapes.tensor, model.head_width
-        arithmetic = self._matrix(shapes.tokens, head_width, model.context) * model.heads / shapes.tensor
+        scores, head_width = shapes.tokens * shapes.context * model.heads / shapes.tensor, model.head_width
+        arithmetic = self._matrix(shapes.tokens, head_width, shapes.context) * model.heads / shapes.tensor
         width = 4 if shapes.trainer.autocast else shapes.element
         moved = [plain + (dropped if model.dropout else 0) for plain, dropped in zip(_PLAIN[width], _PLAIN_DROPOUT[width], strict=True)]
         less = 0.6 if shapes.trainer.fused else 1.0  # scale, mask and softmax in one kernel
         return 2 * arithmetic + self._pass(less * moved[0] * scores, 6), 4 * arithmetic + self._pass(less * moved[1] * scores, 9)
+
+    def _adapters(self, layers: int) -> tuple[float, float]:
+        """Forward and backward of all adapters: two narrow matrices each, and passes over the map's result: scaled, and added."""
+        shapes, task = self.shapes, self.shapes.task
+        forward = backward = 0.0
+        if task.lora.rank is None:
+            return forward, backward
+        for block in range(layers):
+            for name, (inputs, outputs) in linear_maps(shapes.model).items():
+                if (rank := task.rank(block, name)) is not None:
+                    narrow = self._matrix(shapes.tokens, inputs, rank) + self._matrix(shapes.tokens, rank, outputs)
+                    read, written = (shapes.element * shapes.tokens * size for size in (inputs, outputs))
+                    dropout = self._pass(3 * read, 1) if task.lora.dropout else 0.0
+                    forward += narrow + self._pass(5 * written, 2) + dropout
+                    backward += 2 * narrow + self._pass(2 * written + 3 * read, 2) + dropout
+        return forward, backward
 
     def _element_wise(self) -> tuple[float, float]:
         """Bytes read and written by two norms, two sums, GELU or SiLU and product, dropout; backward also by the stacking of q, k, v."""
@@ -131,7 +160,7 @@ class Clock:
     def optimizer(self) -> dict[str, float]:
         """Clipping, Adam, and what offload moves."""
         shapes = self.shapes
-        trained = self.parameters / (shapes.shards if shapes.stage else 1)
+        trained = self.trained / (shapes.shards if shapes.stage else 1)
         if shapes.offload_optimizer:
             moved = trained * (4 if shapes.accumulates_fp32 else shapes.element) + trained * shapes.element
             parts = {"optimizer": trained / self.constants.host_adam, "offload": moved / self.device.host_link}

@@ -65,7 +65,7 @@ def _stage(shapes: Shapes, first: bool, last: bool, in_flight: int) -> Memory:
     parameters = shapes.parameters(first, last)
     zero = sharding(shapes, parameters, ledger)
     resident = {kind: size for kind, size in ledger.held.items() if size}
-    ledger.take(ACTIVATIONS, 16 * shapes.tokens * shapes.accumulation)  # token ids, int64
+    ledger.take(ACTIVATIONS, 8 * shapes.task.arrays * shapes.tokens * shapes.accumulation)  # token ids and the like, int64
     ledger.take(ACTIVATIONS, constants(shapes))
     micro_steps = min(shapes.accumulation, 2)  # the first, and the last, which finds accumulated gradients
     for number in range(micro_steps):

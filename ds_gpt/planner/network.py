@@ -41,14 +41,15 @@ class Network:
             parts["pipeline transfer"] = shapes.accumulation * 2 * x / shapes.tensor / rate
         return parts
 
-    def zero(self, parameters: int) -> tuple[float, float]:
-        """Seconds for reducing the gradients of so many parameters, and for gathering weights, in one optimizer step."""
+    def zero(self, parameters: int, trained: int) -> tuple[float, float]:
+        """Seconds for reducing the gradients of the trained parameters, and for gathering weights, in one optimizer step."""
         shapes, ranks = self.shapes, self.shapes.shards
         if ranks == 1:
             return 0.0, 0.0
         rate = self._rate(ranks, shapes.tensor)
         states = shapes.trainer.states
-        once = parameters * shapes.element * (ranks - 1) / ranks / rate  # every rank sends, or receives, the model once
+        whole = parameters * shapes.element * (ranks - 1) / ranks / rate  # every rank sends, or receives, the model once
+        once = whole * trained / parameters
         reduced = once * (states.sent / shapes.element if states else 1)
         if shapes.stage == 0:
             return 2 * reduced, 0.0
@@ -57,4 +58,4 @@ class Network:
         if shapes.stage == 2:  # DeepSpeed reduces at every micro-step, by all-reduce of whole buckets
             return 2 * reduced * shapes.accumulation, once
         limit = min(shapes.buckets["stage3_max_live_parameters"], shapes.buckets["stage3_max_reuse_distance"])
-        return reduced * shapes.accumulation, once * shapes.accumulation * (1 if parameters <= limit else 2)
+        return reduced * shapes.accumulation, whole * shapes.accumulation * (1 if parameters <= limit else 2)

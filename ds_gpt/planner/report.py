@@ -10,6 +10,7 @@ from typing import Any
 from ds_gpt.planner.devices import GIB, Device
 from ds_gpt.planner.search import HOST, Candidate, recommended
 from ds_gpt.planner.shapes import Shapes
+from ds_gpt.planner.task import PRETRAINING
 
 _ROWS = 16
 
@@ -127,6 +128,8 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB; nvidia-smi will show about {min(best.shown_bytes, limit) / GIB:.0f}, with what the allocator keeps"
     if shapes.offload_optimizer:
         yield "  the time of what is offloaded is a guess: no published run checks it"
+    if shapes.task != PRETRAINING:
+        yield "  the time of adapters, masks and pairs is by the same constants: no published run checks it"
     if best.on_paper:
         yield "  on paper only: ds_gpt does not train with this combination"
     elif found[0].on_paper and found[0].speed.tokens_per_s > 1.02 * speed.tokens_per_s:

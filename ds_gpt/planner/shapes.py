@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from ds_gpt.config import Composed, ConfigError, ModelConfig, Problem
+from ds_gpt.model.counts import linear_maps, training_flops_per_token
+from ds_gpt.planner.task import PRETRAINING, Task
 from ds_gpt.planner.trainers import DS_GPT, Trainer
 
 # DeepSpeed's own numbers where the JSON says nothing.
@@ -26,14 +28,16 @@ class Parameter:
     Attributes:
         name: where it stands within its block, or in the model.
         elements: how many numbers it holds.
-        offset: elements before it in its optimizer group (matrices, or biases and norms).
+        offset: elements before it in its optimizer group (matrices, or biases and norms); of a trained one.
         matrix: which of the two groups.
+        trained: whether it has a gradient and optimizer state.
     """
 
     name: str
     elements: int
     offset: int
     matrix: bool
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Shapes:
         model: the GPT.
         stage: ZeRO stage.
         ranks: data-parallel ranks. Devices are `tensor` x `pipeline` x `sequence` times as many.
-        micro_batch: sequences a rank takes at a time.
+        micro_batch: sequences a rank takes at a time; pairs of them where the task is about pairs.
         accumulation: micro-steps per optimizer step.
         policy: activation checkpointing: None, "full" or "selective".
         precision: what the model computes in.
@@ -61,6 +65,8 @@ class Shapes:
         pipeline: ranks that share the blocks, one after the other.
         sequence: ranks that share each sequence (Ulysses): tokens everywhere but in attention, heads there.
         trainer: the software.
+        task: what is learned.
+        length: tokens of a sequence, where the data has none that fills the model's context; None: the context.
     """
 
     model: ModelConfig
@@ -83,6 +89,8 @@ class Shapes:
     pipeline: int = 1
     sequence: int = 1
     trainer: Trainer = DS_GPT
+    task: Task = PRETRAINING
+    length: int | None = None
 
     @classmethod
     def of(cls, composed: Composed) -> Shapes:
@@ -105,23 +113,6 @@ class Shapes:
                     "--set model.vocab_size=N: about 100 for a character tokenizer, 50304 for GPT-2's",
                 )
             )
-        if not composed.run.data.attend_across_documents:
-            raise ConfigError(
-                Problem(
-                    "data.attend_across_documents = false", "the planner has no figures for the masks that keep documents apart, T x T a sequence",
-                    "--set data.attend_across_documents=true, and leave room for them",
-                )
-            )  # fmt: skip
-        if composed.run.lora.rank is not None or composed.run.stage != "pretrain" or not composed.run.generates:
-            raise ConfigError(
-                Problem(
-                    f"stage = {composed.run.stage}, objective.name = {composed.run.objective.name}, "
-                    f"lora.rank = {composed.run.lora.rank}",
-                    "the planner knows the pre-training of every weight on next tokens only",
-                    "plan with --set stage=pretrain lora.rank=null objective.name=next_token (pairs: of twice the micro-batch); "
-                    "leave room for masks, T x T a sequence",
-                )
-            )
         stage, precision = composed.zero_stage, composed.precision
         overlap = zero.get("overlap_comm")
         return cls(
@@ -141,13 +132,37 @@ class Shapes:
             _offloads(zero, "offload_optimizer"),
             _offloads(zero, "offload_param"),
             composed.run.loss_chunk_tokens,
+            task=Task.of(composed.run),
+            length=composed.item_tokens and composed.item_tokens // composed.run.sequences,
             **composed.run.parallel.model_dump(),
         )
 
     @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch."""
+        return self.micro_batch * self.task.sequences
+
+    @property
     def tokens(self) -> int:
         """Tokens of one micro-batch on one rank."""
-        return self.micro_batch * self.model.context // self.sequence
+        return self.rows * self.context // self.sequence
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.length or self.model.context
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the head's matrix on this rank: tokens to tell apart, or the one number of a reward model."""
+        if self.task.loss == "reward":
+            return 1
+        return self.model.vocabulary // (self.tensor if self.trainer.vocabulary_parallel else 1)
+
+    @property
+    def flops_per_token(self) -> int:
+        """What the model needs to train on a token."""
+        return training_flops_per_token(self.model, self.task.lora, self.task.loss == "reward", self.context)
 
     @property
     def devices(self) -> int:
@@ -166,61 +181,89 @@ class Shapes:
     def parameters(self, first: bool = True, last: bool = True) -> tuple[Parameter, ...]:
         """What one pipeline stage has before ZeRO shards it, in the model's order; `first` and `last`: which stage."""
         blocks = -(-self.model.layers // self.pipeline)
-        return _parameters(self.model, blocks, self.tensor, self.tensor if self.trainer.vocabulary_parallel else 1, first, last)
+        return _parameters(self.model, self.task, blocks, self.tensor, self.tensor if self.trainer.vocabulary_parallel else 1, first, last)
 
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
 
 
-# A module's name, and of each of its parameters how many elements it has and whether it is a matrix.
-Module = tuple[str, list[tuple[int, bool]]]
+# A module's name, of each of its parameters how many elements it has and whether it is a matrix, and whether it is trained.
+Module = tuple[str, list[tuple[int, bool]], bool]
 
 
 @lru_cache(maxsize=256)
-def _parameters(model: ModelConfig, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool) -> tuple[Parameter, ...]:
-    modules = [*(_embedding(model, vocabulary) if first else []), *(block_modules(model, tensor) * blocks)]
-    modules += _tail(model, vocabulary, own_head=not (model.tied_head and first)) if last else []
+def _parameters(
+    model: ModelConfig, task: Task, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool
+) -> tuple[Parameter, ...]:
+    modules = _embedding(model, vocabulary, not task.adapts) if first else []
+    for block in range(blocks):
+        modules += block_modules(model, tensor, task, block)
+    modules += _tail(model, task, vocabulary, own_head=not (model.tied_head and first)) if last else []
     offsets = {True: 0, False: 0}
     result = []
-    for name, sizes in modules:
+    for name, sizes, trained in modules:
         for elements, matrix in sizes:
-            result.append(Parameter(name, elements, offsets[matrix], matrix))
-            offsets[matrix] += elements
+            result.append(Parameter(name, elements, offsets[matrix], matrix, trained))
+            offsets[matrix] += elements if trained else 0
     return tuple(result)
 
 
-def _embedding(model: ModelConfig, vocabulary: int) -> list[Module]:
-    tokens = ("tokens", [(model.vocabulary * model.width // vocabulary, True)])
-    return [tokens, ("positions", [(model.context * model.width, True)])] if model.positions == "learned" else [tokens]
+def _embedding(model: ModelConfig, vocabulary: int, trained: bool) -> list[Module]:
+    tokens: Module = ("tokens", [(model.vocabulary * model.width // vocabulary, True)], trained)
+    positions: Module = ("positions", [(model.context * model.width, True)], trained)
+    return [tokens, positions] if model.positions == "learned" else [tokens]
 
 
-def block_modules(model: ModelConfig, tensor: int) -> list[Module]:
-    """The modules of one block that have parameters, in the model's order.
+def block_modules(model: ModelConfig, tensor: int, task: Task, block: int) -> list[Module]:
+    """The modules of a block that have parameters, in the model's order; those of an adapter follow their map.
 
     Tensor parallelism cuts what maps into heads and hidden units, and out of them; not the norms, nor the biases of what comes out.
     """
-    width, hidden, head = model.width, model.hidden_width, model.head_width
-    qk_norms: list[Module] = [("q_norm", [(head, False)]), ("k_norm", [(head, False)])]
+    trained, head = not task.adapts, model.head_width
 
-    def linear(inputs: int, outputs: int, into: bool) -> list[tuple[int, bool]]:
-        return [(inputs * outputs // tensor, True), *([(outputs // tensor if into else outputs, False)] if model.bias else [])]
+    def linear(name: str) -> list[Module]:
+        inputs, outputs = linear_maps(model)[name]
+        into = name.rpartition(".")[2] in ("qkv", "gate", "up")
+        bias = [(outputs // tensor if into else outputs, False)] if model.bias else []
+        found: list[Module] = [(name.rpartition(".")[2], [(inputs * outputs // tensor, True), *bias], trained)]
+        if (rank := task.rank(block, name)) is not None:
+            a, b = rank * inputs // (1 if into else tensor), rank * outputs // (tensor if into else 1)
+            found += [(f"{found[0][0]}.A", [(a, True)], True), (f"{found[0][0]}.B", [(b, True)], True)]
+        return found
 
+    attention, feed_forward = (
+        [module for name in linear_maps(model) if name.startswith(part) for module in linear(name)] for part in ("attention", "feed_forward")
+    )
+    at_out = next(place for place, module in enumerate(attention) if module[0] == "out")
+    norms: list[Module] = [("q_norm", [(head, False)], trained), ("k_norm", [(head, False)], trained)] if model.qk_norm else []
     return [
-        ("attention_norm", _norm(model)),
-        ("qkv", linear(width, width + 2 * model.key_heads * head, into=True)),
-        *(qk_norms if model.qk_norm else []),
-        ("out", linear(width, width, into=False)),
-        ("feed_forward_norm", _norm(model)),
-        *([("gate", linear(width, hidden, into=True))] if model.ffn == "swiglu" else []),
-        ("up", linear(width, hidden, into=True)),
-        ("down", linear(hidden, width, into=False)),
-    ]
+        ("attention_norm", _norm(model), trained),
+        *attention[:at_out], *norms, *attention[at_out:],
+        ("feed_forward_norm", _norm(model), trained),
+        *feed_forward,
+    ]  # fmt: skip
 
 
-def _tail(model: ModelConfig, vocabulary: int, own_head: bool) -> list[Module]:
+@lru_cache(maxsize=64)
+def block_places(model: ModelConfig, tensor: int, task: Task, blocks: int) -> tuple[dict[str, range], ...]:
+    """Of each block: which of its parameters a module has, counted from the block's first."""
+    result = []
+    for block in range(blocks):
+        places, count = {}, 0
+        for name, sizes, _ in block_modules(model, tensor, task, block):
+            places[name] = range(count, count + len(sizes))
+            count += len(sizes)
+        result.append(places)
+    return tuple(result)
+
+
+def _tail(model: ModelConfig, task: Task, vocabulary: int, own_head: bool) -> list[Module]:
     """The head's matrix is one of its own where it is not tied, or where the stage that it is tied to is another."""
-    return [("norm", _norm(model)), *([("head", [(model.vocabulary * model.width // vocabulary, True)])] if own_head else [])]
+    norm: Module = ("norm", _norm(model), not task.adapts)
+    if task.loss == "reward":
+        return [norm, ("head", [(model.width, True)], True)]
+    return [norm, *([("head", [(model.vocabulary * model.width // vocabulary, True)], not task.adapts)] if own_head else [])]
 
 
 def _norm(model: ModelConfig) -> list[tuple[int, bool]]:

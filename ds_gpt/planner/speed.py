@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_gpt.config import Composed
-from ds_gpt.model.counts import flops_per_token, mfu
+from ds_gpt.model.counts import mfu
 from ds_gpt.planner.clock import Clock, Constants
 from ds_gpt.planner.devices import Device
 from ds_gpt.planner.network import Network
@@ -58,7 +58,7 @@ def speed_of(shapes: Shapes, device: Device, constants: Constants | None = None)
     parts = dict(clock.parts)
     network = Network(shapes, device, constants)
     parts |= network.within_the_model()
-    reduced, gathered = network.zero(clock.parameters)
+    reduced, gathered = network.zero(clock.parameters, clock.trained)
     backward = shapes.accumulation * clock.backward_s
     exposed = gathered + reduced
     if shapes.overlap and (shapes.stage >= 2 or shapes.trainer.states):
@@ -73,5 +73,5 @@ def speed_of(shapes: Shapes, device: Device, constants: Constants | None = None)
     parts |= clock.optimizer()
     step_s = sum(parts.values())
     tokens = shapes.tokens * shapes.accumulation * shapes.ranks * shapes.sequence
-    utilization = mfu(tokens / step_s / shapes.devices, flops_per_token(shapes.model), device.peak(shapes.precision))
+    utilization = mfu(tokens / step_s / shapes.devices, shapes.flops_per_token, device.peak(shapes.precision))
     return Speed(step_s, parts, reduced + gathered, tokens / step_s, utilization, (step_s * RANGE[0], step_s * RANGE[1]))

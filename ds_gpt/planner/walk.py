@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from ds_gpt.planner.copies import ACTIVATIONS, BACKWARD, LOGITS, Copies
 from ds_gpt.planner.ledger import Ledger
-from ds_gpt.planner.shapes import Parameter, Shapes, block_modules
+from ds_gpt.planner.maps import Maps
+from ds_gpt.planner.shapes import Parameter, Shapes, block_places
 from ds_gpt.planner.zero import GRADIENTS, WEIGHTS, Sharding
 
 
 def constants(shapes: Shapes) -> int:
     """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
-    model, element = shapes.model, shapes.element
-    mask = element * model.context**2 if _masked(shapes) else 0
-    own = model.context // shapes.sequence  # positions of this rank's tokens
+    model, element, task = shapes.model, shapes.element, shapes.task
+    mask = element * shapes.context**2 if _masked(shapes) and not task.masked else 0
+    own = (shapes.rows if task.own_positions else 1) * shapes.context // shapes.sequence  # positions of this rank's tokens
     return mask + (2 * element * own * model.head_width if model.positions == "rotary" else 0)
 
 
 def _masked(shapes: Shapes) -> bool:
     window = shapes.model.sliding_window
-    return window is not None and window < shapes.model.context
+    return shapes.task.masked or (window is not None and window < shapes.context)
 
 
 class Walk:
@@ -46,23 +48,27 @@ class Walk:
         self.log_sum = 4 * shapes.tokens * model.heads // tensor if flash else 0
         # Attention's result comes twice where ranks share sequences: of all tokens for this rank's heads, and the other way round.
         self.exchanged = self.q if shapes.sequence > 1 else 0
-        self.scores = 0 if flash else shapes.tokens * model.context * model.heads // tensor  # elements
-        self.vocabulary = model.vocabulary // (tensor if trainer.vocabulary_parallel else 1)
+        self.scores = 0 if flash else shapes.tokens * shapes.context * model.heads // tensor  # elements
+        self.vocabulary = shapes.vocabulary
         self.logits = shapes.tokens * self.vocabulary  # elements
         self.chunk = min(shapes.chunk or shapes.tokens, shapes.tokens)
-        self.chunked = self.chunk < shapes.tokens
+        self.chunked = self.chunk < shapes.tokens and shapes.task.loss != "reward"
         self.copies = Copies(ledger, element, trainer, model.dropout > 0)
         # At ZeRO 0 and 1 gradients wait; where they were accumulated before, each new one is added in place and freed.
         self.in_place = accumulated and shapes.stage <= 1
-        self.places: dict[str, range] = {}
-        self.block = 0  # parameters of one
-        for name, sizes in block_modules(model, tensor):
-            self.places[name] = range(self.block, self.block + len(sizes))
-            self.block += len(sizes)
         self.blocks = -(-model.layers // shapes.pipeline)
         self.start = (2 if model.positions == "learned" else 1) if first else 0  # parameters before the first block
-        self.tail = range(self.start + self.blocks * self.block, len(parameters))
-        self.tied = model.tied_head and first  # otherwise this stage's head has a matrix of its own
+        self.maps: list[Maps] = []
+        end = self.start
+        for places in block_places(model, tensor, shapes.task, self.blocks):
+            moved = {name: range(end + place.start, end + place.stop) for name, place in places.items()}
+            self.maps.append(Maps(shapes, ledger, moved, self._complete))
+            end = moved["down.B" if "down.B" in moved else "down"].stop
+        self.tail = range(end, len(parameters))
+        self.frozen = shapes.task.adapts
+        self.tied = model.tied_head and first and shapes.task.loss != "reward"  # otherwise this stage's head has a matrix of its own
+        self.head_trained = not self.frozen or shapes.task.loss == "reward"
+        self.head_reads = self.x if self.head_trained or self.maps[0].stays or shapes.task.loss == "answers" else 0
 
     def micro_step(self, in_flight: int, last: bool) -> None:
         """Forward, loss, backward; `in_flight` micro-batches have gone forward when the first goes back."""
@@ -70,33 +76,48 @@ class Walk:
         cast = self.shapes.element * sum(parameter.elements for parameter in self.parameters) if self.shapes.trainer.autocast else 0
         ledger.take(WEIGHTS, cast)
         self._embed()
-        for block in range(self.blocks):
-            self.zero.gather(self.start + block * self.block, self.block)
-            self._forward(kept=self.shapes.policy)
+        masks = self._make_masks()
+        for maps in self.maps:
+            self.zero.gather(*self._span(maps))
+            self._forward(maps, kept=self.shapes.policy)
         others = (in_flight - 1) * (ledger.held[ACTIVATIONS] - before)
         ledger.take(ACTIVATIONS, others)
         if self.last:
             self.zero.gather(self.tail.start, len(self.tail))
             ledger.take(ACTIVATIONS, self.x + self.statistics)  # the final norm
-            self._chunked_loss() if self.chunked else self.copies.forward_of_loss(self.logits)
+            self._forward_of_head()
         ledger.end("forward and loss")
         self._backward_of_head()
-        for block in reversed(range(self.blocks)):
-            index = self.start + block * self.block
-            self.zero.gather_again(index, self.block)
-            self._backward(index)
-            self.zero.release(index, self.block)
+        for maps in reversed(self.maps):
+            self.zero.gather_again(*self._span(maps))
+            self._backward(maps)
+            self.zero.release(*self._span(maps))
         self._backward_of_embedding()
-        ledger.give(ACTIVATIONS, others)
+        ledger.give(ACTIVATIONS, others + masks)
         ledger.give(WEIGHTS, cast)
         self.zero.reduce(last)
         ledger.end("backward")
 
-    def _chunked_loss(self) -> None:
+    def _span(self, maps: Maps) -> tuple[int, int]:
+        """First parameter of a block, and how many it has."""
+        first = maps.places["attention_norm"].start
+        return first, max(place.stop for place in maps.places.values()) - first
+
+    def _forward_of_head(self) -> None:
+        if not self.chunked:
+            self.copies.forward_of_loss(self.logits)
+        elif self.shapes.task.loss == "tokens":
+            self._chunked_gradients()
+        else:
+            self.copies.forward_of_loss(self.chunk * self.vocabulary)
+            self.ledger.give(LOGITS, self.ledger.held[LOGITS])
+        self.ledger.give(ACTIVATIONS, self.x - self.head_reads)
+
+    def _chunked_gradients(self) -> None:
         """Forward and backward of one chunk after another; the gradients of the hidden states and of the matrix stay."""
         ledger, element = self.ledger, self.shapes.element
         ledger.take(ACTIVATIONS, self.x)
-        matrix, chunk = self.vocabulary * self.shapes.model.width, self.chunk * self.vocabulary
+        matrix, chunk = self.vocabulary * self.shapes.model.width * self.head_trained, self.chunk * self.vocabulary
         ledger.take(GRADIENTS, 4 * matrix)
         ledger.take(LOGITS, 12 * chunk)  # log-probabilities, their gradient, and the logits'
         ledger.give(LOGITS, 12 * chunk)
@@ -108,12 +129,21 @@ class Walk:
             self.ledger.take(ACTIVATIONS, self.r)  # from the stage before
             return
         self.zero.gather(0, self.start)
-        learned = self.r + self.r // self.shapes.micro_batch if self.start == 2 else 0
+        learned = self.r + self.r // (1 if self.shapes.task.own_positions else self.shapes.rows) if self.start == 2 else 0
         self.ledger.take(ACTIVATIONS, self.r + learned)
         self.ledger.give(ACTIVATIONS, learned)
         if self.mask:
             self.ledger.take(ACTIVATIONS, self.r + self.mask)
-            self.ledger.give(ACTIVATIONS, self.r)
+            self.ledger.give(ACTIVATIONS, self.r + (self.mask if self.frozen else 0))
+
+    def _make_masks(self) -> int:
+        """Bytes of what says, for each sequence, what its tokens see; made of as many bools, more than once."""
+        if not self.shapes.task.masked:
+            return 0
+        seen = self.shapes.rows * self.shapes.context**2
+        self.ledger.take(ACTIVATIONS, (self.shapes.element + 2) * seen)
+        self.ledger.give(ACTIVATIONS, 2 * seen)
+        return self.shapes.element * seen
 
     def _heads(self) -> int:
         """What autograd keeps of queries, keys and values."""
@@ -132,36 +162,57 @@ class Walk:
         needed = model.qk_norm or not (rotary or exchanged or (_masked(self.shapes) and grouped))
         return kept + (projected if needed else 0) + (statistics if model.qk_norm else 0)
 
-    def _attention_kept(self) -> int:
+    def _attention_kept(self, maps: Maps) -> int:
         """What autograd keeps of norm, qkv, attention, dropout and sum."""
-        return self.x + self._heads() + self.q + self.exchanged + self.r + self.statistics + self.log_sum + self.mask + self.copies.kept_scores(self.scores)
+        read = maps.reads(self.x, "qkv") + maps.beside("qkv", self.x) + maps.beside("out", self.q) + self._heads() + self.q + self.exchanged
+        return read + self.r + self.statistics + self.log_sum + self.mask + self.copies.kept_scores(self.scores)
 
-    def _attention_part(self) -> None:
+    def _feed_forward_kept(self, maps: Maps) -> int:
+        """The same of the norm and the maps of the feed-forward."""
+        into = ("gate", "up") if self.gated else ("up",)
+        read = maps.reads(self.x, *into) + sum(maps.beside(name, self.x) for name in into) + maps.beside("down", self.h)
+        return read + self.statistics + self.around - self.h + maps.reads(self.h, "down") + self.mask
+
+    def _attention_part(self, maps: Maps) -> None:
         self.copies.forward_of_scores(self.scores)
-        self.ledger.take(ACTIVATIONS, self._attention_kept() + self.x)  # the projection's result goes when it has been added
+        maps.forward("qkv", self.q + 2 * self.y, self.x)
+        self.ledger.take(ACTIVATIONS, self._attention_kept(maps) + self.x)  # the projection's result goes when it has been added
+        maps.forward("out", self.x, -self.x - self.r)
         self.ledger.give(ACTIVATIONS, self.x)
 
-    def _forward(self, kept: str | None) -> None:
+    def _forward(self, maps: Maps, kept: str | None) -> None:
         """One block. Its input is on the ledger already; its output will be."""
         ledger, x, h = self.ledger, self.x, self.h
-        self._attention_part()
+        self._attention_part(maps)
         if kept is None:
-            ledger.take(ACTIVATIONS, x + self.statistics + self.around + self.mask + x + self.r)
-            ledger.give(ACTIVATIONS, x)
+            maps.forward("up", h, x + (2 * h if self.gated else 0))
+            whole = self._feed_forward_kept(maps)
+            gone = h - maps.reads(h, "down")  # what `down` reads
+            ledger.take(ACTIVATIONS, whole + gone + x + self.r)
+            maps.forward("down", x, -x - self.r)
+            ledger.give(ACTIVATIONS, gone + x)
             return
-        saved = self._saved_by_selective() if kept == "selective" else 0
-        of_attention = saved - x - (2 if self.gated else 1) * h if saved else 0  # all but what the feed-forward saves
-        ledger.give(ACTIVATIONS, self._attention_kept() - of_attention - self.r)  # the sum before the second norm stays a while
+        saved = self._saved_by_selective(maps) if kept == "selective" else 0
+        of_feed_forward = x + (2 if self.gated else 1) * h + self._adapters_results(maps, False)
+        of_attention = saved - of_feed_forward if saved else 0
+        ledger.give(ACTIVATIONS, self._attention_kept(maps) - of_attention - self.r)  # the sum before the second norm stays a while
+        maps.forward("up", h, x + (h if self.gated else 0))
         made = (3 if self.gated else 2) * h + (h if saved and self.gated else 0)
-        ledger.take(ACTIVATIONS, x + made + (x if saved else 0))
+        ledger.take(ACTIVATIONS, x + made + (x if saved else 0) + (self._adapters_results(maps, False) if saved else 0))
         ledger.give(ACTIVATIONS, made - ((2 if self.gated else 1) * h if saved else 0))
         ledger.take(ACTIVATIONS, self.r)
         ledger.give(ACTIVATIONS, x + self.r)  # second norm's result, the sum before it
 
-    def _saved_by_selective(self) -> int:
+    def _adapters_results(self, maps: Maps, attention: bool) -> int:
+        """Results of A and B of the adapters of attention, or of the feed-forward."""
+        of = {"qkv": self.q + 2 * self.y, "out": self.x} if attention else {"gate": self.h, "up": self.h, "down": self.x}
+        return sum(maps.inner + size for name, size in of.items() if maps.adapted(name))
+
+    def _saved_by_selective(self, maps: Maps) -> int:
         """What the selective policy keeps of a block besides its input: results of linear maps, and of attention without dropout."""
         attention = self.q + self.log_sum if self.shapes.model.dropout == 0 else 0
-        return self.q + 2 * self.y + 2 * self.x + (2 if self.gated else 1) * self.h + attention
+        of_adapters = self._adapters_results(maps, True) + self._adapters_results(maps, False)
+        return self.q + 2 * self.y + 2 * self.x + (2 if self.gated else 1) * self.h + attention + of_adapters
 
     def _backward_of_head(self) -> None:
         ledger, matrix = self.ledger, self.vocabulary * self.shapes.model.width
@@ -170,8 +221,11 @@ class Walk:
             ledger.take(BACKWARD, self.r)  # from the stage behind
             ledger.give(ACTIVATIONS, self.r)
             return
+        matrix *= self.head_trained
         if self.chunked:
             self.zero.begin()
+            if self.shapes.task.loss != "tokens":
+                self._chunked_gradients()
             self._weight_gradient(matrix)
             ledger.give(GRADIENTS, 4 * matrix)
             ledger.give(ACTIVATIONS, self.x)
@@ -181,19 +235,19 @@ class Walk:
             self._weight_gradient(matrix)
             ledger.take(BACKWARD, self.x)
             ledger.give(LOGITS, ledger.held[LOGITS])
-        if not self.tied:  # a tied one waits for the embedding's
+        if not self.tied and self.head_trained:  # a tied one waits for the embedding's
             self._made(self.parameters[-1])
         ledger.take(BACKWARD, self.r)
         self._complete(self.tail[: len(self.tail) - (not self.tied)])
         ledger.give(BACKWARD, self.x)
-        ledger.give(ACTIVATIONS, self.x + self.r + self.statistics)  # the final norm, and the last block's output
+        ledger.give(ACTIVATIONS, self.head_reads + self.r + self.statistics)  # the final norm, and the last block's output
 
     def _weight_gradient(self, elements: int) -> None:
         self.ledger.take(GRADIENTS, elements * self.zero.fresh)
 
     def _complete(self, indices: range) -> None:
         """Gradients of these parameters are made, and ready."""
-        for parameter in self.parameters[indices.start : indices.stop]:
+        for parameter in filter(attrgetter("trained"), self.parameters[indices.start : indices.stop]):
             self._weight_gradient(parameter.elements)
             self._made(parameter)
 
@@ -203,61 +257,56 @@ class Walk:
         else:
             self.zero.ready(parameter)
 
-    def _recompute(self) -> None:
+    def _recompute(self, maps: Maps) -> None:
         """Make again what the policy did not keep of a block."""
         if self.shapes.policy is None:
             return
-        saved = self._saved_by_selective() if self.shapes.policy == "selective" else 0
+        saved = self._saved_by_selective(maps) if self.shapes.policy == "selective" else 0
         self.copies.forward_of_scores(self.scores)
-        whole = self._attention_kept() + self.x + self.statistics + self.around + self.mask
+        whole = self._attention_kept(maps) + self._feed_forward_kept(maps)
         transient = self.x if self.mask and not saved else 0
         # The results of the two projections that were kept are not needed once they have been added.
         self.ledger.take(ACTIVATIONS, whole - saved + (2 * self.x if saved else 0) + transient)
         self.ledger.give(ACTIVATIONS, transient + ((2 if self.mask else 1) * self.x if saved else 0))
 
-    def _backward(self, index: int) -> None:
+    def _backward(self, maps: Maps) -> None:
         """One block. The gradient of its output is held as BACKWARD; in the end that of its input is."""
         ledger, x, h = self.ledger, self.x, self.h
-        places = {name: range(index + place.start, index + place.stop) for name, place in self.places.items()}
-        self._recompute()
+        self._recompute(maps)
         dropped = x if self.mask else 0
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        ledger.take(BACKWARD, h)
-        self._complete(places["down"])
+        maps.backward("down", x, h)
         ledger.give(BACKWARD, dropped)
-        ledger.give(ACTIVATIONS, h)
-        self._backward_of_activation(places)
-        ledger.give(ACTIVATIONS, x)
-        self._backward_of_norm(places["feed_forward_norm"])
+        ledger.give(ACTIVATIONS, maps.reads(h, "down"))
+        self._backward_of_activation(maps)
+        ledger.give(ACTIVATIONS, maps.reads(x, *(("gate", "up") if self.gated else ("up",))))
+        self._backward_of_norm(maps.places["feed_forward_norm"])
         ledger.give(ACTIVATIONS, self.r + self.statistics)
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        ledger.take(BACKWARD, self.q)
-        self._complete(places["out"])
+        maps.backward("out", x, self.q)
         ledger.give(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.exchanged)
-        self._backward_of_attention(places)
-        ledger.give(ACTIVATIONS, x)
-        self._backward_of_norm(places["attention_norm"])
+        self._backward_of_attention(maps)
+        ledger.give(ACTIVATIONS, maps.reads(x, "qkv"))
+        self._backward_of_norm(maps.places["attention_norm"])
         leftover = x if self.shapes.policy == "selective" and not self.mask else 0  # the last projection's kept result
         ledger.give(ACTIVATIONS, self.r + self.statistics + leftover)
 
-    def _backward_of_activation(self, places: dict[str, range]) -> None:
+    def _backward_of_activation(self, maps: Maps) -> None:
         """From the gradient of what `down` got to that of the norm's result."""
         ledger, x, h = self.ledger, self.x, self.h
         if self.gated:
             ledger.take(BACKWARD, 2 * h)  # the product's two factors
             ledger.give(BACKWARD, h)
             ledger.give(ACTIVATIONS, self.around - 2 * h)
-            ledger.take(BACKWARD, x)
-            self._complete(places["up"])
+            maps.backward("up", h, x)
             ledger.give(BACKWARD, h)
         ledger.take(BACKWARD, h)  # SiLU or GELU
         ledger.give(BACKWARD, h)
         ledger.give(ACTIVATIONS, h)
-        ledger.take(BACKWARD, x)
-        self._complete(places["gate" if self.gated else "up"])
+        maps.backward("gate" if self.gated else "up", h, x)
         ledger.give(BACKWARD, h + (x if self.gated else 0))
 
     def _backward_of_norm(self, place: range) -> None:
@@ -268,19 +317,18 @@ class Walk:
         self.ledger.take(BACKWARD, self.r)
         self.ledger.give(BACKWARD, 2 * self.r)
 
-    def _backward_of_attention(self, places: dict[str, range]) -> None:
+    def _backward_of_attention(self, maps: Maps) -> None:
         """From the gradient of attention's result to that of the norm's."""
         ledger, q, y = self.ledger, self.q, self.y
         self.copies.backward_of_scores(self.scores)
         ledger.take(BACKWARD, q + 2 * y)  # of q, k and v
         ledger.give(BACKWARD, q)
-        for name in ("q_norm", "k_norm") if "q_norm" in places else ():
-            self._complete(places[name])
+        for name in ("q_norm", "k_norm") if "q_norm" in maps.places else ():
+            self._complete(maps.places[name])
         ledger.take(BACKWARD, q + 2 * y)  # stacked
         ledger.give(ACTIVATIONS, self._heads() + q + self.log_sum)
         ledger.give(BACKWARD, q + 2 * y)
-        ledger.take(BACKWARD, self.x)
-        self._complete(places["qkv"])
+        maps.backward("qkv", q + 2 * y, self.x)
         ledger.give(BACKWARD, q + 2 * y)
 
     def _backward_of_embedding(self) -> None:
@@ -288,10 +336,10 @@ class Walk:
         ledger.give(BACKWARD, self.r)
         if not self.first:
             return
-        ledger.give(ACTIVATIONS, self.mask)
+        ledger.give(ACTIVATIONS, 0 if self.frozen else self.mask)
         tokens = self.parameters[0]
         self._complete(range(1, self.start))
-        if self.shapes.model.tied_head and self.last:
+        if self.tied and self.last and not self.frozen:
             size = tokens.elements * self.zero.fresh
             ledger.take(GRADIENTS, 2 * size)  # the embedding's, and its sum with the head's
             ledger.give(GRADIENTS, 2 * size)

@@ -23,14 +23,16 @@ class Sharding:
     def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger) -> None:
         self.shapes, self.parameters, self.ledger = shapes, parameters, ledger
         self.elements = sum(parameter.elements for parameter in parameters)
+        self.trained = [parameter for parameter in parameters if parameter.trained]
+        self.trained_elements = sum(parameter.elements for parameter in self.trained)
         self.host_bytes = 0
-        self.largest = max(parameter.elements for parameter in parameters)
+        self.largest = max(parameter.elements for parameter in self.trained)
         self.fresh = shapes.element  # bytes of a number in a gradient that backward has just made
         self.build()
 
     def build(self) -> None:
         """What is held for as long as the run lasts."""
-        self.hold(self.elements, self.elements)
+        self.hold(self.elements, self.trained_elements)
 
     def hold(self, weights: int, trained: int) -> None:
         """Weights that the model computes with; fp32 masters and moments of those that this rank steps."""
@@ -68,13 +70,13 @@ class Sharding:
     def reduce(self, last: bool) -> None:
         """The backward pass is over; `last`: of the accumulation."""
         if last:
-            chunk = self.elements if self.elements <= _DDP_BUCKET else self._largest_bucket()
+            chunk = self.trained_elements if self.trained_elements <= _DDP_BUCKET else self._largest_bucket()
             self.ledger.take(BUCKETS, chunk * self.shapes.element)
             self.ledger.give(BUCKETS, chunk * self.shapes.element)
 
     def _largest_bucket(self) -> int:
         largest = filled = 0
-        for parameter in self.parameters:
+        for parameter in self.trained:
             filled += parameter.elements
             largest = max(largest, filled)
             filled = 0 if filled > _DDP_BUCKET else filled
@@ -83,10 +85,10 @@ class Sharding:
     def step(self) -> None:
         """The optimizer step; the gradients are gone afterwards."""
         # All gradients in fp32, beside what they were copied from.
-        size = (4 * self.elements if self.shapes.element < 4 else 0) + self.adam_bytes(self.largest)
+        size = (4 * self.trained_elements if self.shapes.element < 4 else 0) + self.adam_bytes(self.largest)
         self.ledger.take(GRADIENTS, size)
         self.ledger.give(GRADIENTS, size)
-        self.ledger.give(GRADIENTS, self.shapes.element * self.elements)
+        self.ledger.give(GRADIENTS, self.shapes.element * self.trained_elements)
 
 
 class Plain(Sharding):
@@ -136,47 +138,51 @@ class Plain(Sharding):
 
 
 class Bf16Optimizer(Sharding):
-    """ZeRO 1, bf16 weights, fp32 accumulation: the fp32 gradients of the whole model live for ever on every rank."""
+    """ZeRO 1, bf16 weights, fp32 accumulation: the fp32 gradients of the whole model live for ever on every rank.
+
+    Also a pipeline's at ZeRO 0, which shards all the same, and keeps gradients in bf16.
+    """
 
     def build(self) -> None:
-        self.hold(self.elements, self.shapes.shard(self.elements))
-        self.ledger.take(GRADIENTS, 4 * self.elements)
+        self.hold(self.elements, self.shapes.shard(self.trained_elements))
+        self.kept = 4 if self.shapes.accumulates_fp32 else self.shapes.element  # bytes of a gradient
+        self.ledger.take(GRADIENTS, self.kept * self.trained_elements)
 
     def reduce(self, last: bool) -> None:
-        self.ledger.take(GRADIENTS, 4 * self.largest)  # one at a time is added in fp32
-        self.ledger.give(GRADIENTS, 4 * self.largest)
+        self.ledger.take(GRADIENTS, self.kept * self.largest)  # one at a time is added in fp32
+        self.ledger.give(GRADIENTS, self.kept * self.largest)
         if last:
-            matrices = sum(parameter.elements for parameter in self.parameters if parameter.matrix)
+            matrices = sum(parameter.elements for parameter in self.trained if parameter.matrix)
             # The flat fp32 buffers are concatenated where both go into one bucket, and sent in bf16.
-            size = 2 * matrices if matrices > _DDP_BUCKET else 6 * self.elements
+            size = 2 * matrices if matrices > _DDP_BUCKET else (6 if self.kept == 4 else 2) * self.trained_elements
             self.ledger.take(BUCKETS, size)
             self.ledger.give(BUCKETS, size)
 
     def step(self) -> None:
-        temporaries = self.adam_bytes(self.shapes.shard(self.elements))
+        temporaries = self.adam_bytes(self.shapes.shard(self.trained_elements))
         self.ledger.take(GRADIENTS, temporaries)
         self.ledger.give(GRADIENTS, temporaries)
-        self.ledger.give(GRADIENTS, 2 * self.elements)  # cleared between micro-steps, but not freed
+        self.ledger.give(GRADIENTS, 2 * self.trained_elements)  # cleared between micro-steps, but not freed
 
 
 class Stage1(Sharding):
     """ZeRO 1 otherwise: gradients wait until the end, then go through the bucket into this rank's shard."""
 
     def build(self) -> None:
-        self.hold(self.weights_held(), self.shapes.shard(self.elements))
+        self.hold(self.weights_held(), self.shapes.shard(self.trained_elements))
         self.kept = self.kept_again = 0
         self.filled = self.filled_parameters = self.waiting = self.largest_waiting = 0
         self.open = self.fills_shard = False
-        groups = {matrix: sum(p.elements for p in self.parameters if p.matrix == matrix) for matrix in (True, False)}
+        groups = {matrix: sum(p.elements for p in self.trained if p.matrix == matrix) for matrix in (True, False)}
         self.mine = {matrix: self.shapes.shard(elements) for matrix, elements in groups.items()}
         if self.shapes.offload_optimizer:
             self._hold_for_offload()
         # Rank 0's shard with the parameters at its end whole.
-        self.mine_whole = sum(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+        self.mine_whole = sum(p.elements for p in self.trained if p.offset < self.mine[p.matrix])
 
     def _hold_for_offload(self) -> None:
         """Masters' gradients and the updated weights on the host; on both sides a buffer for one gradient."""
-        element, shard = self.shapes.element, self.shapes.shard(self.elements)
+        element, shard = self.shapes.element, self.shapes.shard(self.trained_elements)
         self.host_bytes += (4 + element) * shard + element * self.largest
         self.ledger.take(BUCKETS, element * self.largest)
 
@@ -193,7 +199,7 @@ class Stage1(Sharding):
         """Where this rank's share goes. In the gradients' own precision each micro-step makes it anew, to be added afterwards."""
         if self.shapes.offload_optimizer:
             return
-        size = 4 * self.shapes.shard(self.elements) if self._compact else self.shapes.element * self.mine_whole
+        size = 4 * self.shapes.shard(self.trained_elements) if self._compact else self.shapes.element * self.mine_whole
         if not self.kept:
             self.ledger.take(GRADIENTS, size)
             self.kept = size
@@ -265,14 +271,14 @@ class Stage1(Sharding):
     def reduce(self, last: bool) -> None:
         if not last:
             return
-        for parameter in self.parameters:
+        for parameter in self.trained:
             self._fill(parameter)
         self._close()
 
     def step(self) -> None:
         """The norm is of one parameter at a time, in wider numbers; gradients that are not compact are flattened."""
         if not self.shapes.offload_optimizer:
-            largest = max(p.elements for p in self.parameters if p.offset < self.mine[p.matrix])
+            largest = max(p.elements for p in self.trained if p.offset < self.mine[p.matrix])
             flat = max(self.mine.values())
             stepped = (0 if self._compact else 4 * flat) + self.adam_bytes(flat)
             size = max(4 * largest if self._compact else 2 * self.shapes.element * largest, stepped)

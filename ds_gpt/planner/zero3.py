@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Parameter, Shapes
@@ -20,21 +20,21 @@ class Stage3(Stage2):
         self.persistent = {index for index, p in enumerate(self.parameters) if p.elements < threshold}
         self.ledger.take(WEIGHTS, persistent * shapes.element * (shapes.shards > 1))
         self.ledger.take(BUCKETS, shapes.buckets["reduce_bucket_size"] * shapes.element)
-        self._put(GRADIENTS, shapes.shard(self.elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
+        self._put(GRADIENTS, shapes.shard(self.trained_elements) * (4 if shapes.accumulates_fp32 else shapes.element), shapes.offload_optimizer)
         self.live: dict[int, int] = {}
-        self.flat: list[tuple[int, int]] = []
+        self.flat: list[tuple[set[int], int]] = []  # what is still to be used of several that were gathered as one, and its bytes
 
     def _hold_for_offload(self) -> None:
-        self.host_bytes += 4 * self.shapes.shard(self.elements)
+        self.host_bytes += 4 * self.shapes.shard(self.trained_elements)
 
     def weights_held(self) -> int:
         return self.shapes.shard(self.elements)
 
     def _fetch(self, indices: range, ahead: range) -> None:
-        """Gather what a module needs now, and prefetch what follows up to the prefetch bucket."""
-        element, budget = self.shapes.element, self.shapes.buckets["stage3_prefetch_bucket_size"]
-        limit = self.shapes.buckets["stage3_max_live_parameters"]
-        self._gather([index for index in indices if index not in self.live and index not in self.persistent], element)
+        """Gather what a block needs now, and prefetch what follows up to the prefetch bucket."""
+        budget, limit = (self.shapes.buckets[f"stage3_{key}"] for key in ("prefetch_bucket_size", "max_live_parameters"))
+        self._gather([index for index in indices if index not in self.live and index not in self.persistent])
+        self._use(indices)
         fetched: list[int] = []
         total = 0
         for index in ahead:
@@ -45,31 +45,38 @@ class Stage3(Stage2):
                 break
             fetched.append(index)
             total += size
-        self._gather(fetched, element)
+        self._gather(fetched)
 
-    def _gather(self, indices: list[int], element: int) -> None:
+    def _gather(self, indices: list[int]) -> None:
         if not indices or self.shapes.shards == 1:  # alone, the shard is the whole
             return
-        flat = sum(self.parameters[index].elements for index in indices) * element
         for index in indices:
             self.live[index] = self.parameters[index].elements
-        self.ledger.take(GATHERED, flat)
-        if len(indices) > 1:  # gathered as one and copied out; the flat one goes when its last parameter has been used
-            self.flat.append((indices[-1], flat))
-            self.ledger.take(GATHERED, flat)
+        self.ledger.take(GATHERED, self._bytes(indices))
+        if len(indices) > 1:
+            self.flat.append((set(indices), self._bytes(indices)))
 
-    def _let_go(self, used: Callable[[int], bool]) -> None:
-        for last, size in self.flat:
-            self.ledger.give(GATHERED, size if used(last) else 0)
-        self.flat = [(last, size) for last, size in self.flat if not used(last)]
+    def _bytes(self, indices: Iterable[int]) -> int:
+        return self.shapes.element * sum(self.parameters[index].elements for index in indices)
+
+    def _use(self, indices: range) -> None:
+        """What was gathered as one is copied out when the first of it is needed; the flat one goes when the last of it is."""
+        kept = []
+        for waiting, size in self.flat:
+            if not waiting.isdisjoint(indices):
+                self.ledger.take(GATHERED, size if self._bytes(waiting) == size else 0)
+                waiting.difference_update(indices)
+                if not waiting:
+                    self.ledger.give(GATHERED, size)
+                    continue
+            kept.append((waiting, size))
+        self.flat = kept
 
     def gather(self, index: int, count: int) -> None:
         if index == 0:  # the model itself has no parameters: what comes is gathered ahead
             self._fetch(range(0), range(len(self.parameters)))
+            self._use(range(count))
             return
-        # A block uses its last parameter when it ends; the head, which comes last of all, when it begins.
-        end = index + count
-        self._let_go(lambda last: last < (end if end == len(self.parameters) else index))
         self._fetch(range(index, index + count), range(index + count, len(self.parameters)))
         reach = self.shapes.buckets["stage3_max_reuse_distance"]
         if self.elements > min(reach, self.shapes.buckets["stage3_max_live_parameters"]):
@@ -80,13 +87,12 @@ class Stage3(Stage2):
                 self._drop(range(index, index + count))
 
     def gather_again(self, index: int, count: int) -> None:
-        self._let_go(lambda last: last >= index + count)
         self._fetch(range(index, index + count), range(index - 1, -1, -1))
 
     def release(self, index: int, count: int) -> None:
         self._drop(range(index, index + count))
         if index == 0:
-            self._let_go(lambda last: True)
+            self._use(range(len(self.parameters)))
 
     def _drop(self, indices: range) -> None:
         for index in indices:
@@ -113,7 +119,7 @@ class Stage3(Stage2):
 
     def step(self) -> None:
         """The shard of the gradients stays."""
-        shard = self.shapes.shard(self.elements)
+        shard = self.shapes.shard(self.trained_elements)
         if not self.shapes.offload_optimizer:
             size = 4 * shard + self.adam_bytes(shard)
             self.ledger.take(GRADIENTS, size)
@@ -124,6 +130,7 @@ def sharding(shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger) ->
     """What DeepSpeed picks for this stage and precision, or the trainer's own."""
     if shapes.trainer.states:
         return Plain(shapes, parameters, ledger)
-    if shapes.stage == 1 and shapes.precision == "bf16" and shapes.accumulates_fp32 and not shapes.offload_optimizer:
+    accumulating = shapes.stage == 1 and shapes.accumulates_fp32 and not shapes.offload_optimizer
+    if shapes.precision == "bf16" and (accumulating or (shapes.stage == 0 and shapes.pipeline > 1)):
         return Bf16Optimizer(shapes, parameters, ledger)
     return (Sharding, Stage1, Stage2, Stage3)[shapes.stage](shapes, parameters, ledger)

@@ -15,7 +15,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ds_gpt.config import Composed
-from ds_gpt.model.counts import parameters
+from ds_gpt.model.counts import parameters, trained_parameters
 from ds_gpt.trainer.sinks import Metrics, perplexity
 
 _PRECISION = {"fp32": "fp32", "bf16": "bf16, master weights in fp32", "fp16": "fp16, master weights in fp32, dynamic loss scale"}
@@ -92,12 +92,15 @@ class Console:
         shape = f"{_counted(run.model.layers, 'layer')}, width {run.model.width}, {_counted(run.model.heads, 'head')}, context {run.model.context}, vocabulary {run.model.vocabulary:,}"
         batch = f"{composed.micro_batch_size} a rank x {_counted(composed.data_ranks, 'data rank' if run.parallel.used else 'rank')} x {_counted(composed.accumulation_steps, 'accumulation step')}"
         checkpointing = composed.checkpoint_policy or "off"
+        item = "pair" if run.sequences == 2 else "sequence"
         clipping = composed.deepspeed.get("gradient_clipping") or "off"
         compiled = ", compiled: the first step takes a while" if composed.compiled else ""
+        adapters = f"rank {run.lora.rank} beside {', '.join(run.lora.targets)}"
         facts = [
             ("model", f"{parameters(run.model):,} parameters: {shape}"),
+            *([("adapters", f"{trained_parameters(run):,} parameters are trained: {adapters}")] if run.lora.rank else []),
             ("data", corpus),
-            ("batch", f"{_counted(run.batch.global_batch_size, 'sequence')} = {composed.tokens_per_step:,} tokens: {batch}"),
+            ("batch", f"{_counted(run.batch.global_batch_size, item)} = {composed.tokens_per_step:,} tokens: {batch}"),
             ("devices", f"{hardware.world_size} x {hardware.name}"),
             *([("parallel", f"{run.parallel}: copies of the model: {composed.data_ranks}")] if run.parallel.used else []),
             ("DeepSpeed", f"ZeRO stage {composed.zero_stage}, activation checkpointing {checkpointing}, clipping {clipping}{compiled}"),
@@ -134,7 +137,8 @@ class Console:
         fields += [f"grad norm {metrics['grad_norm']:.2f}", f"lr {metrics['lr']:.2e}"]
         validation = ""
         if "val_loss" in metrics:
-            validation = f"  validation loss {metrics['val_loss']:.4f} (perplexity {_shown(perplexity(metrics['val_loss']))})"
+            meaning = f"accuracy {metrics['val_accuracy']:.1%}" if "val_accuracy" in metrics else f"perplexity {_shown(perplexity(metrics['val_loss']))}"
+            validation = f"  validation loss {metrics['val_loss']:.4f} ({meaning})"
         if self._progress:
             self._progress.update(self._task, completed=metrics["step"], fields=fields)
             if validation:

@@ -82,4 +82,5 @@ def sample_text(engine: Engine, dataset: Dataset, sample: SampleConfig) -> str:
     sampling = Sampling(sample.temperature, sample.top_k)
     with engine.evaluating():
         (continued,) = generate(engine.model, [prompt.tolist()], sample.tokens, sampling, engine.composed.run.seed, vocab_size, engine.logits)
-    return dataset.tokenizer.decode([*prompt.tolist(), *continued])
+    text = dataset.tokenizer.decode([*prompt.tolist(), *continued])
+    return text if engine.composed.run.stage == "pretrain" else text.rstrip()  # of what follows an answer

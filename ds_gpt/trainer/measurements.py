@@ -12,7 +12,7 @@ import torch
 
 from ds_gpt.config import Composed
 from ds_gpt.config.hardware import peak_flops
-from ds_gpt.model.counts import flops_per_token, mfu
+from ds_gpt.model.counts import mfu, training_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Speed:
 
     Attributes:
         step_s: seconds a step, without evaluation and saving.
-        tokens_per_s: tokens a second, all ranks together.
+        tokens_per_s: tokens a second, all ranks together: all that the model sees, padding included.
         mfu: model FLOPs utilization, or None where the device's peak is not known.
     """
 
@@ -35,7 +35,9 @@ class Stopwatch:
 
     def __init__(self, composed: Composed) -> None:
         self._tokens_per_step = composed.tokens_per_step
-        self._flops_per_token = flops_per_token(composed.run.model)
+        run = composed.run
+        context = composed.tokens_per_step // (run.batch.global_batch_size * run.sequences)
+        self._flops_per_token = training_flops_per_token(run.model, run.lora, run.stage == "reward", context)
         peak = peak_flops(composed.hardware.name, composed.precision) if composed.hardware.kind == "cuda" else None
         self._peak_flops = peak * composed.hardware.world_size if peak else None
         self._start = time.perf_counter()

@@ -19,7 +19,7 @@ from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.config.compose import compose
 from ds_gpt.config.deepspeed_keys import KNOWN_KEYS
 from ds_gpt.config.files import ConfigFile, apply_overrides
-from ds_gpt.model.counts import block_parameters, parameters
+from ds_gpt.model.counts import block_parameters, parameters, trained_parameters
 
 _OTHER_WORDS = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -55,6 +55,7 @@ def needs(composed: Composed) -> Needs:
     stage, half = composed.zero_stage, composed.precision != "fp32"
     blocks = run.model.layers * block_parameters(run.model)
     count = (parameters(run.model) - blocks + blocks / run.parallel.tensor) / run.parallel.pipeline
+    trained = count * trained_parameters(run) / parameters(run.model)
     weight = 2 if half else 4
     gradient = 4 if composed.deepspeed.get("data_types", {}).get("grad_accum_dtype") == "fp32" else weight
     master = 4 if half or stage in (1, 2) else 0  # in fp32, stages 1 and 2 keep their share of the weights once more
@@ -62,8 +63,8 @@ def needs(composed: Composed) -> Needs:
     on_device = {key: (zero.get(key) or {}).get("device", "none") == "none" or composed.hardware.kind == "cpu" for key in ("offload_optimizer", "offload_param")}
     return Needs(
         weights=count * weight / (ranks if stage == 3 else 1) * on_device["offload_param"],
-        gradients=count * gradient / (ranks if stage >= 2 else 1),
-        optimizer=count * (master + moments) / (ranks if stage >= 1 else 1) * on_device["offload_optimizer"],
+        gradients=trained * gradient / (ranks if stage >= 2 else 1),
+        optimizer=trained * (master + moments) / (ranks if stage >= 1 else 1) * on_device["offload_optimizer"],
         activations=_activations(composed, weight),
     )
 
@@ -85,7 +86,7 @@ def _activations(composed: Composed, value_bytes: int) -> float:
     are not counted. Of tensor-parallel ranks, each has its share of heads and hidden values; the other 4 D are whole.
     """
     model, run = composed.run.model, composed.run
-    width, hidden, tokens = model.width, model.hidden_width, composed.micro_batch_size * model.context // run.parallel.sequence
+    width, hidden, tokens = model.width, model.hidden_width, composed.micro_batch_size * run.sequences * model.context // run.parallel.sequence
     layers = model.layers / run.parallel.pipeline * min(run.parallel.pipeline, composed.accumulation_steps)
     heads = (2 * width + 2 * model.key_heads * model.head_width) / run.parallel.tensor
     hidden *= (2 if model.ffn == "swiglu" else 1) / run.parallel.tensor

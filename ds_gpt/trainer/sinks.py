@@ -49,12 +49,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def write(self, metrics: Metrics) -> None:
-        """Add every number but the step as a scalar, with the perplexity beside each loss."""
+        """Add every number but the step as a scalar, with the perplexity beside each loss of tokens."""
         step = metrics["step"]
         for key, value in metrics.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(f"train/{key}" if not key.startswith("val_") else f"validation/{key[4:]}", value, step)
-        if "val_loss" in metrics:
+        if "val_loss" in metrics and "val_accuracy" not in metrics:  # of pairs it means nothing
             self._writer.add_scalar("validation/perplexity", perplexity(metrics["val_loss"]), step)
 
     def close(self) -> None:

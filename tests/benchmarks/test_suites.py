@@ -17,7 +17,8 @@ from rich.console import Console
 
 from benchmarks import launch, machine, suite
 from benchmarks.cases import SUITES, Case, Suite, read_suite
-from benchmarks.results import summary
+from benchmarks.prediction import predict_record
+from benchmarks.results import peak_bytes, summary
 from ds_gpt.config import ConfigError, Hardware
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -166,7 +167,8 @@ def test_a_real_case_from_the_command_line(tmp_path: Path) -> None:
     path = write_suite(
         tmp_path,
         "device: cpu\ndefaults: {recipe: quickstart, ranks: 1, micro_batch: 2, threads: 1, warmup: 1, steps: 3, overrides: [model.layers=1, model.width=32, model.context=16]}\n"
-        "cases:\n  - {name: only, deepspeed: zero1}\n  - {name: other}\n",
+        "cases:\n  - {name: only, deepspeed: zero1}\n  - {name: other}\n"
+        "  - {name: pairs, deepspeed: zero1, overrides: [stage=dpo, lora.rank=2, data.corpus=toy_pairs, model.layers=1, model.width=32, model.context=128]}\n",
     )
     command = [sys.executable, "-m", "ds_gpt", "bench", "--suite", path, "--skip", "oth*", "--records", str(tmp_path / "records"), "--price-per-hour", "2"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
@@ -175,6 +177,9 @@ def test_a_real_case_from_the_command_line(tmp_path: Path) -> None:
     assert record["status"] == "ok" and record["deepspeed"]["zero_optimization"]["stage"] == 1
     assert record["measured"]["tokens_per_dollar"] == pytest.approx(record["measured"]["tokens_per_s"] * 1800)
     assert len(record["losses"]) == 1 + 3 + 3 + 2 + 2  # warm-up, timed, by phase, profiled, by kind
+    pairs = json.loads((tmp_path / "records" / "pairs.json").read_text())
+    assert pairs["tokens_per_step"] % (2 * 2) == 0 and pairs["tokens_per_step"] < 2 * 2 * 128, "two pairs, shorter than the context"
+    assert predict_record(pairs).peak_bytes == pytest.approx(peak_bytes(pairs["measured"]), rel=0.02)
     assert not (tmp_path / "records" / "other.json").exists() and (tmp_path / "records" / "report.html").exists()
 
 

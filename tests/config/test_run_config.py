@@ -188,7 +188,8 @@ def test_shipped_runs_compose_at_usual_world_sizes(path: Path, world_size: int) 
     overrides = ["batch.micro_batch_size=4"] if wide else []
     composed = load(path, SHIPPED / "zero2.json", Hardware("cuda", A100.name, world_size, True), overrides)
     assert composed.micro_batch_size * composed.accumulation_steps * world_size == composed.run.batch.global_batch_size
-    assert composed.tokens_per_step == composed.run.batch.global_batch_size * composed.run.model.context
+    sequences = 2 if composed.run.stage in ("dpo", "reward") else 1
+    assert composed.tokens_per_step == sequences * composed.run.batch.global_batch_size * composed.run.model.context
 
 
 def test_published_numbers_of_the_1b_run() -> None:

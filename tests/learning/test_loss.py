@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_gpt.learning.loss import IGNORE_INDEX, cross_entropy_sum, linear_cross_entropy_sum
+from ds_gpt.learning.loss import IGNORE_INDEX, cross_entropy_sum, linear_cross_entropy_sum, linear_log_probs
 
 
 @pytest.fixture
@@ -229,3 +229,64 @@ def test_by_chunks_no_tensor_is_as_large_as_all_logits(grad):
                 loss.backward()
         largest[chunk_tokens] = seen.elements
     assert largest == {None: 300 * 501, 20: 20 * 501}
+
+
+def torch_log_probs(x, weight, targets):
+    """Written out: the log-softmax of all logits, and of it the targets'."""
+    chosen = F.log_softmax(F.linear(x, weight), dim=-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(targets == IGNORE_INDEX, 0, chosen)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 59])
+def test_log_probs_by_chunks_and_their_gradients_are_those_of_the_whole(chunk_tokens):
+    x, weight, targets = hidden()
+    factors = torch.randn(targets.shape)  # what comes from a loss differs from token to token
+    found = linear_log_probs(x, weight, targets, chunk_tokens)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    expected = torch_log_probs(*exact, targets)
+    assert found.shape == targets.shape and found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    gradients = zip(torch.autograd.grad(found, (x, weight), factors), torch.autograd.grad(expected, exact, factors.double()), strict=True)
+    assert max(distance(*pair) for pair in gradients) < 1e-6
+    with torch.no_grad():
+        assert torch.equal(linear_log_probs(x, weight, targets, chunk_tokens), found)
+
+
+def test_log_probs_by_chunks_give_ignored_tokens_and_a_frozen_head_no_gradient():
+    x, weight, targets = hidden()
+    found = linear_log_probs(x, weight.detach(), targets, 7)
+    assert found[targets == IGNORE_INDEX].eq(0).all() and found[targets != IGNORE_INDEX].lt(0).all()
+    expected = torch.autograd.grad(linear_log_probs(x, weight, targets, 7).sum(), x)[0]
+    found.sum().backward()
+    assert torch.equal(x.grad, expected) and weight.grad is None
+    assert torch.equal(x.grad.ne(0).any(dim=-1), targets != IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_by_chunks_in_half_precision_are_no_worse_than_the_whole(dtype):
+    x, weight, targets = hidden(rows=1200, dtype=dtype)
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, weight)]
+    expected = torch.autograd.grad(torch_log_probs(*exact, targets).sum() / 150, exact)
+    sums = (linear_log_probs(x, weight, targets, chunk).sum() / 150 for chunk in (None, 50))
+    plain, chunked = (torch.autograd.grad(value, (x, weight)) for value in sums)
+    for exactly, whole, parts in zip(expected, plain, chunked, strict=True):
+        assert parts.dtype == dtype
+        assert distance(parts.float(), exactly) < 1.3 * distance(whole.float(), exactly)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_log_probs_by_chunks_keep_no_tensor_as_large_as_all_logits(grad):
+    """Nor do they add up: what autograd keeps is what it was given."""
+    x, weight, targets = hidden(rows=300)
+    largest, kept = {}, {}
+    for chunk_tokens in (None, 20):
+        saved = kept.setdefault(chunk_tokens, [])
+        with torch.set_grad_enabled(grad), Largest() as seen:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(tensor.numel()) or tensor, lambda tensor: tensor):
+                found = linear_log_probs(x, weight, targets, chunk_tokens).sum()
+            if grad:
+                found.backward()
+        largest[chunk_tokens] = seen.elements
+    assert largest == {None: 300 * 501, 20: 20 * 501}
+    assert max([*kept[20], 0]) == (weight.numel() if grad else 0)
+    assert max([*kept[None], 0]) == (300 * 501 if grad else 0)

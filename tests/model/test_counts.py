@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ds_gpt.config import ModelConfig
-from ds_gpt.model.counts import block_parameters, flops_per_token, mfu, parameters, position_parameters
+from ds_gpt.config import ModelConfig, RunConfig
+from ds_gpt.config.stage import LoraConfig
+from ds_gpt.model.counts import (
+    adapter_parameters,
+    block_parameters,
+    flops_per_token,
+    mfu,
+    parameters,
+    position_parameters,
+    trained_parameters,
+    training_flops_per_token,
+)
 
 RUNS = Path(__file__).resolve().parents[2] / "ds_configs" / "runs"
 GPT2_124M = ModelConfig(layers=12, width=768, heads=12, context=1024, vocab_size=50257)
@@ -81,6 +91,36 @@ def test_flops_agree_with_the_matmuls_that_pytorch_counts(length, options):
     biases_and_norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     counted = counter.get_total_flops() / length
     assert flops_per_token(config, context=length) - 6 * biases_and_norms == counted
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS | {"sliding_window": None}], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("scalar_head", [False, True])
+def test_flops_beside_adapters_agree_with_the_matmuls_that_pytorch_counts(options, scalar_head):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from ds_gpt.model.gpt import GPT
+    from ds_gpt.model.lora import apply_lora
+
+    config = ModelConfig(**({"layers": 2, "width": 64, "heads": 4, "context": 32, "vocab_size": 65} | options))
+    for lora in (LoraConfig(), LoraConfig(rank=3, targets=("qkv", "blocks.1.*.up", "down"))):
+        model = GPT(config)
+        frozen = [p.numel() for p in model.parameters() if p.ndim == 1]
+        apply_lora(model, lora)
+        if scalar_head:
+            model.score()
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, 32, dtype=torch.long)).sum().backward()
+        counted = training_flops_per_token(config, lora, scalar_head) - (6 if lora.rank is None else 4) * sum(frozen)
+        assert counted == counter.get_total_flops() / 32
+        trained = [p.numel() for p in model.parameters() if p.requires_grad]
+        run = RunConfig(**{**TRAINED, "model": config, "lora": lora, "stage": "reward" if scalar_head else "pretrain"})
+        assert trained_parameters(run) == sum(trained)
+        assert adapter_parameters(config, lora) == (sum(trained) - 64 * scalar_head if lora.rank else 0)
+
+
+TRAINED = {"name": "a", "batch": {"global_batch_size": 1}, "optimizer": {"lr": 1.0}, "training": {"steps": 1}}
 
 
 def test_a_sliding_window_bounds_the_attention_flops():

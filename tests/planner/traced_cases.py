@@ -55,6 +55,41 @@ DEGREE_CASES = (
     ("long", "", 1, "selective", "fp32", 1, {"tensor": 2}), ("long", "rotary", 2, "null", "bf16", 0, {"tensor": 2, "sequence": 2}),
 )  # fmt: skip
 
+# What is learned instead of next tokens by every weight.
+_ALL_MAPS = "lora.targets=[qkv, out, up, down]"
+TASKS = {
+    "lora": ("lora.rank=8",),
+    "lora everywhere": ("lora.rank=8", _ALL_MAPS, "lora.dropout=0.1"),
+    "lora some": ("lora.rank=16", "lora.targets=['blocks.[01].*.up', down]"),
+    "lora llama": (*LLAMA, "lora.rank=8", "lora.targets=[qkv, gate, up]"),
+    "sft": ("stage=sft",),
+    "sft lora": ("stage=sft", "lora.rank=8", _ALL_MAPS),
+    "sft llama": ("stage=sft", *LLAMA),
+    "dpo": ("stage=dpo",),
+    "dpo lora": ("stage=dpo", "lora.rank=8", _ALL_MAPS),
+    "dpo chunks": ("stage=dpo", "loss.chunk_tokens=100"),
+    "dpo lora chunks": ("stage=dpo", "lora.rank=8", "loss.chunk_tokens=100"),
+    "reward": ("stage=reward",),
+    "reward lora": ("stage=reward", "lora.rank=8"),
+    "masked": ("objective.name=masked",),
+    "spans": ("objective.name=span_corruption",),
+    "documents": ("data.corpus=/somewhere", "data.attend_across_documents=false"),
+}
+# model, task, stage, policy, precision, system
+TASK_CASES = (
+    ("wide", "lora", 0, "null", "bf16", 0), ("wide", "lora", 1, "null", "fp32", 1), ("wide", "lora", 2, "null", "bf16", 0),
+    ("wide", "lora", 3, "null", "bf16", 0), ("vocabulary", "lora", 1, "null", "bf16", 0), ("long", "lora", 2, "full", "bf16", 1),
+    ("deep", "lora", 3, "full", "bf16", 0), ("long", "lora", 0, "selective", "bf16", 0), ("long", "lora everywhere", 0, "null", "fp32", 0),
+    ("wide", "lora everywhere", 3, "null", "bf16", 0), ("long", "lora everywhere", 1, "selective", "bf16", 1), ("long", "lora some", 2, "null", "bf16", 0),
+    ("long", "lora llama", 0, "null", "bf16", 0), ("wide", "lora llama", 3, "full", "bf16", 1),
+    ("long", "sft", 2, "null", "bf16", 0), ("wide", "sft", 1, "full", "fp32", 1), ("long", "sft lora", 1, "null", "bf16", 1), ("long", "sft llama", 2, "null", "bf16", 0),
+    ("vocabulary", "dpo", 2, "null", "bf16", 0), ("wide", "dpo", 3, "full", "bf16", 1), ("vocabulary", "dpo chunks", 1, "null", "bf16", 0),
+    ("vocabulary", "dpo chunks", 2, "null", "fp32", 1), ("long", "dpo lora", 0, "null", "bf16", 0), ("vocabulary", "dpo lora chunks", 3, "full", "bf16", 0),
+    ("vocabulary", "reward", 2, "null", "bf16", 0), ("wide", "reward", 3, "null", "fp32", 1), ("long", "reward lora", 1, "null", "bf16", 0),
+    ("long", "masked", 0, "null", "bf16", 0), ("long", "masked", 3, "full", "fp32", 1), ("long", "spans", 2, "selective", "bf16", 0),
+    ("long", "documents", 1, "null", "bf16", 0),
+)  # fmt: skip
+
 Case = tuple[str, str, str, int, tuple[str, ...]]  # name, run, DeepSpeed JSON, ranks, overrides
 
 
@@ -71,6 +106,10 @@ def cases() -> Iterator[Case]:
         named = " ".join([*options.split(), *(f"{name} {size}" for name, size in degrees.items())])
         settings = (*OPTIONS.get(options, ()), *(f"parallel.{name}={size}" for name, size in degrees.items()))
         yield _small(model, stage, policy, precision, SYSTEMS[number], named, settings)
+    for model, task, stage, policy, precision, number in TASK_CASES:
+        yield _small(model, stage, policy, precision, SYSTEMS[number], task, TASKS[task])
+    yield _small("wide", 2, "null", "bf16", SYSTEMS[0], "lora everywhere tensor 2", (*TASKS["lora everywhere"], "parallel.tensor=2"))
+    yield _small("long", 1, "null", "bf16", SYSTEMS[0], "sft sequence 2", (*TASKS["sft"], "parallel.sequence=2"))
     for stage, policy in ((0, "full"), (1, "full"), (2, "full"), (3, "full"), (2, "selective"), (2, "null")):
         yield f"gpt_1b zero{stage} {policy}", "gpt_1b", f"zero{stage}", 8, (_policy(policy),)
     yield "gpt_1b zero2 full DeepSpeed's buckets", "gpt_1b", "zero2", 8, (_policy("full"), "zero_optimization.reduce_bucket_size=500000000")

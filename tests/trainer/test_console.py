@@ -65,6 +65,14 @@ def test_a_line_in_a_log() -> None:
     assert "\x1b" not in printed.getvalue()
 
 
+def test_a_line_of_pairs_has_their_accuracy() -> None:
+    console, printed = log(900)
+    console.start(0)
+    console.write({**METRICS, "val_loss": 0.5, "val_accuracy": 0.975})
+    console.close()
+    assert printed.getvalue().rstrip().endswith("validation loss 0.5000 (accuracy 97.5%)")
+
+
 @pytest.mark.parametrize(
     ("start", "step", "seconds", "eta"),
     [(0, 100, 50, "0:06:40"), (0, 450, 3600, "1:00:00"), (0, 1, 864, "215:45:36"), (0, 900, 5, "0:00:00"), (800, 850, 100, "0:01:40")],

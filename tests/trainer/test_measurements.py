@@ -9,7 +9,7 @@ import torch
 from tiny import tiny
 
 from ds_gpt.config import Composed, Hardware
-from ds_gpt.model.counts import flops_per_token
+from ds_gpt.model.counts import flops_per_token, training_flops_per_token
 from ds_gpt.trainer import measurements
 from ds_gpt.trainer.measurements import Stopwatch, peak_bytes
 
@@ -61,6 +61,23 @@ def test_mfu_of_a_known_device(clock: Clock) -> None:
         clock.now += 0.25
         stopwatch.step_done()
         assert stopwatch.read().mfu == pytest.approx(256 / 0.25 * flops_per_token(composed.run.model) / (8 * peak))
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_tokens_of_pairs_are_those_of_both_sequences_as_long_as_they_are(clock: Clock, stage: str) -> None:
+    """16 pairs, the longest sequence of which has 11 tokens, of 16 that would fit."""
+    run = tiny("zero1", 8, [f"stage={stage}", "lora.rank=4"]).run
+    composed = replace(on("NVIDIA A100-SXM4-40GB"), run=run)
+    assert composed.tokens_per_step == 16 * 2 * 16
+    composed = replace(composed, item_tokens=2 * 11)
+    stopwatch = Stopwatch(composed)
+    clock.now += 0.25
+    stopwatch.step_done()
+    speed = stopwatch.read()
+    assert speed.tokens_per_s == pytest.approx(16 * 2 * 11 / 0.25)
+    flops = training_flops_per_token(run.model, run.lora, stage == "reward", context=11)
+    assert speed.mfu == pytest.approx(16 * 2 * 11 / 0.25 * flops / (8 * 312e12))
+    assert flops < flops_per_token(run.model)
 
 
 def test_mfu_of_the_published_run() -> None:

@@ -13,7 +13,7 @@ import torch
 from tiny import CONFIGS, VOCABULARY, tiny
 
 from ds_gpt.config import Composed, ConfigError, Hardware, load
-from ds_gpt.model.counts import block_parameters, parameters
+from ds_gpt.model.counts import block_parameters, parameters, trained_parameters
 from ds_gpt.trainer.out_of_memory import OutOfMemory, Remedy, check_host_memory, explained, explanation, needs, remedies
 
 sys.path.append(str(Path(__file__).parents[1] / "commands"))
@@ -111,6 +111,16 @@ def test_activations_are_what_autograd_keeps(policy: str | None, options: list[s
     block = 6 * model.width + 2 * model.key_heads * model.head_width + (4 if options else 2) * model.hidden_width
     transient = tokens * 2 * 4 * model.vocabulary + (tokens * 4 * block if policy else 0)
     assert needs(composed).activations - transient == pytest.approx(kept_bytes(composed), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_have_no_gradients_and_no_state(stage: int) -> None:
+    every, adapters = (needs(tiny(f"zero{stage}", 2, settings)) for settings in ((), ("lora.rank=4",)))
+    share = trained_parameters(tiny("zero0", 1, ["lora.rank=4"]).run) / parameters(tiny("zero0", 1).run.model)
+    assert 0 < share < 0.2 and adapters.weights == every.weights
+    assert adapters.gradients == pytest.approx(share * every.gradients)
+    assert adapters.optimizer == pytest.approx(share * every.optimizer)
+    assert needs(tiny(f"zero{stage}", 2, ["stage=dpo"])).activations > 1.9 * every.activations, "a pair is two sequences"
 
 
 def test_every_remedy_composes_and_saves_what_it_says() -> None:

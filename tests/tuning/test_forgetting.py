@@ -100,5 +100,6 @@ def test_a_run_of_adapters_is_generated_from_merged(folder: Path) -> None:
         .feed_forward.up.weight.equal(find_saved_model(folder / "base").load().blocks[0].feed_forward.up.weight)
     )
     assert (weight - base).abs().max() > 0.01
-    text = ds_gpt("generate", str(folder / "adapters"), "--chat", "--prompt", "Is 36 even?", "--max-new-tokens", "3")
+    text = ds_gpt("generate", str(folder / "adapters"), "--chat", "--prompt", "Is 36 even?", "--max-new-tokens", "50", "--temperature", "0")
     assert text.startswith("User: Is 36 even?\n\nAssistant: ")
+    assert "\n\n" not in text.partition("Assistant: ")[2], "it ends where the template ends an answer"

@@ -18,7 +18,6 @@ from ds_gpt.config import ConfigError
 from ds_gpt.config.stage import LoraConfig
 from ds_gpt.model.gpt import GPT
 from ds_gpt.model.lora import adapted, apply_lora, merge, unmerge
-from ds_gpt.planner.shapes import Shapes
 
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[qkv, up]")
 LR, STEPS = 0.01, 8
@@ -174,10 +173,3 @@ def _trained(settings: tuple[str, ...]) -> Iterator[torch.nn.Parameter]:
     model = gpt(settings)
     apply_lora(model, tiny("zero0", 1, LORA).run.lora)
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
-
-
-@pytest.mark.parametrize("setting", ["lora.rank=4", "stage=dpo", "stage=sft", "objective.name=masked"])
-def test_the_planner_says_that_it_has_no_figures(setting: str) -> None:
-    assert Shapes.of(tiny("zero1", 1)).stage == 1
-    with pytest.raises(ConfigError, match=f"{setting.replace('=', ' = ')}(.|\n)*--set stage=pretrain"):
-        Shapes.of(tiny("zero1", 1, [setting]))

@@ -113,6 +113,13 @@ def test_bad_pairs_are_counted_and_left_out(tmp_path: Path) -> None:
         prepare_stage(composed("dpo", write(tmp_path / "c.jsonl", [{"text": "1"}])).run)
 
 
+@pytest.mark.parametrize(("stage", "longest"), [("dpo", 5), ("reward", 6)])
+def test_a_row_has_both_sequences_each_as_long_as_the_longest(corpus: Path, stage: str, longest: int) -> None:
+    """Of "a+b=", two digits and the end: a reward model reads all of it, the others predict its last from those before."""
+    dataset = prepare_stage(composed(stage, corpus).run)
+    assert dataset.train.item_tokens == dataset.val.item_tokens == 2 * (longest + 1)
+
+
 def test_a_reward_is_the_heads_number_at_the_last_token(corpus: Path) -> None:
     run, dataset, model, (inputs, targets) = made(corpus, "reward", [])
     model.score()

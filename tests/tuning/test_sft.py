@@ -206,6 +206,7 @@ def test_a_template_decides_the_text_as_in_transformers(tmp_path: Path) -> None:
     for template in (TEMPLATE, Chat(ALPHABET).template):
         (expected,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
         assert Chat(ALPHABET, template).render(messages, answer_next=True) == expected
+    assert (Chat(ALPHABET).ending, chat.ending) == ("\n\n", "<end>")
 
 
 @pytest.mark.parametrize(
