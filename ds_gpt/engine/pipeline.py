@@ -183,7 +183,8 @@ def _check_trained(model: GPT, cuts: Sequence[int]) -> None:
         if not any(parameter.requires_grad for block in model.blocks[first:end] for parameter in block.parameters()):
             raise ConfigError(
                 Problem(
-                    f"lora.targets names no map of blocks {first} to {end - 1}, which are stage {stage} of {len(cuts) - 1} (parallel.pipeline)",
+                    f"lora.targets names no map of blocks {first} to {end - 1}, which are stage {stage} of {len(cuts) - 1}"
+                    " (parallel.pipeline)",
                     "each stage has an optimizer, which needs something to train",
                     "add maps of these blocks to lora.targets, or set parallel.pipeline: 1",
                 )
