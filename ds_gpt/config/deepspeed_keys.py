@@ -84,7 +84,7 @@ _AUTO = frozenset(
     """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer optimizer.type optimizer.params
     optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay scheduler bf16.enabled
-    data_types.grad_accum_dtype data_types.keep_in_fp32_modules pipeline.stages
+    data_types.grad_accum_dtype data_types.keep_in_fp32_modules
     """.split()
 )
 
@@ -106,6 +106,7 @@ _NOT_DRIVEN: Mapping[str, str] = {
     "elasticity": "remove it; the run's global batch is kept at any number of ranks",
     "expert_parallel": "remove it; the GPT has no experts",
     "hybrid_engine": "remove it",
+    "pipeline": "remove it, and set parallel.pipeline in the run config",
     "progressive_layer_drop": "remove it",
     "quantize_training": "remove it",
     "sparse_attention": "remove it",

@@ -124,8 +124,11 @@ def _pipeline_problems(run: RunConfig, deepspeed: ConfigFile) -> list[Problem]:
         "compile.enabled": "a stage's forward pass is called by DeepSpeed's schedule, never as the one model that is compiled",
         "torch_autocast.enabled": "activations pass between stages in the type of the weights; use bf16",
         "zero_optimization.offload_optimizer": "DeepSpeed copies gradients to the host as one rank's backward pass makes them",
+        **dict.fromkeys(
+            ("wall_clock_breakdown", "flops_profiler.enabled"),
+            "DeepSpeed's timer of the backward pass is started twice in its schedule, and ends the run",
+        ),
         **dict.fromkeys(_DEEPSPEEDS_CHECKPOINTING, "DeepSpeed's own checkpointing keeps one micro-batch; several are under way"),
-        "pipeline": "parallel.pipeline in the run config owns the number of stages, and ds_gpt cuts them",
     }
     for key, reason in reasons.items():
         value = deepspeed.get(key)
@@ -193,7 +196,7 @@ def _combination_problems(parallel: ParallelConfig, stage: int) -> Iterator[Prob
             "this combination was never proved to train the same model",
             f"use {' or '.join(within)}" if within else "leave it out: data-parallel ranks and ZeRO share out optimizer and weights",
         )
-    elif stage not in stages:
+    elif stage not in stages and stage in COMBINATIONS[frozenset()]:  # that it is no stage at all is told elsewhere
         nearest = min(stages, key=lambda other: (abs(other - stage), other))
         yield Problem(
             f"parallel: {parallel} with zero_optimization.stage = {stage}",

@@ -11,12 +11,14 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_gpt.config import ConfigError, Problem
 from ds_gpt.engine.grid import Grid
 from ds_gpt.learning.objectives import Measured
 from ds_gpt.model.gpt import GPT
@@ -34,6 +36,9 @@ class Pipeline:
         grid: where this rank stands.
         device: of this rank.
 
+    Raises:
+        ConfigError: a stage has nothing to train.
+
     Attributes:
         module: what `deepspeed.initialize` is to wrap. Its grid, `module.mpu()`, has the groups of ranks; between here
             and there modules of the model may still be replaced, as tensor parallelism does.
@@ -44,7 +49,9 @@ class Pipeline:
         self._is_first = grid.pipeline_rank == 0
         tied = model.head.weight is model.embedding.tokens.weight
         tokens = model.embedding.tokens if tied else None
-        _keep(model, stage_blocks(model, grid.parallel.pipeline), grid)
+        cuts = stage_blocks(model, grid.parallel.pipeline)
+        _check_trained(model, cuts)
+        _keep(model, cuts, grid)
         self._stage = _Stage(model, self._is_first, grid.is_last_stage)
         # DeepSpeed describes the stages, and makes copies of a tied weight equal by what autograd would follow.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
@@ -168,6 +175,20 @@ class _Elsewhere(nn.Module):
 
     def forward(self, x_BTD: Tensor, *_: Any) -> Tensor:
         return x_BTD
+
+
+def _check_trained(model: GPT, cuts: Sequence[int]) -> None:
+    """Refuse adapters of some blocks alone that leave a stage without any: its optimizer would have nothing to step."""
+    for stage, (first, end) in enumerate(pairwise(cuts)):
+        if not any(parameter.requires_grad for block in model.blocks[first:end] for parameter in block.parameters()):
+            raise ConfigError(
+                Problem(
+                    f"lora.targets names no map of blocks {first} to {end - 1}, which are stage {stage} of {len(cuts) - 1}"
+                    " (parallel.pipeline)",
+                    "each stage has an optimizer, which needs something to train",
+                    "add maps of these blocks to lora.targets, or set parallel.pipeline: 1",
+                )
+            )
 
 
 def _keep(model: GPT, cuts: Sequence[int], grid: Grid) -> None:

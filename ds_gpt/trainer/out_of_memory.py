@@ -193,8 +193,9 @@ def _stated_in_json(composed: Composed, key: str) -> bool:
 
 def _recomposed(composed: Composed, settings: Iterable[str]) -> Composed:
     """The same run with other settings, checked as any run is. Raises ConfigError."""
-    values = {**composed.deepspeed, "optimizer": "auto"}
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    # The run has the global batch; where ranks share sequences, what DeepSpeed was given for it is another number.
+    values = {**composed.deepspeed, "optimizer": "auto", "train_batch_size": "auto"}
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if not _stated_in_json(composed, key):
             values[key] = "auto"
     if not _stated_in_json(composed, "data_types.grad_accum_dtype"):

@@ -103,7 +103,8 @@ def test_ranks_take_the_batch_that_their_data_parallel_rank_has() -> None:
         ("zero1", "zero_optimization.offload_optimizer={device: cpu}", "zero_optimization.offload_optimizer .* with parallel.pipeline"),
         ("zero1", "activation_checkpointing={partition_activations: true}", "partition_activations .* with parallel.pipeline"),
         ("zero1", "activation_checkpointing={contiguous_memory_optimization: true}", "contiguous_memory_optimization .* with"),
-        ("zero1", "pipeline={stages: 2}", r"pipeline \(--set\) with parallel.pipeline"),
+        ("zero1", "wall_clock_breakdown=true", r"wall_clock_breakdown \(--set\) with parallel.pipeline(.|\n)*timer"),
+        ("zero1", "flops_profiler={enabled: true}", r"flops_profiler.enabled \(--set\) with parallel.pipeline"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(deepspeed: str, setting: str | None, complaint: str) -> None:
@@ -111,6 +112,21 @@ def test_what_a_pipeline_cannot_do_is_refused(deepspeed: str, setting: str | Non
         tiny(deepspeed, 2, ["parallel.pipeline=2", *([setting] if setting else [])])
     if setting is not None:
         tiny(deepspeed, 2, [setting])  # it is the pipeline that is in the way
+
+
+@pytest.mark.parametrize("section", ["pipeline={stages: 2}", "tensor_parallel={autotp_size: 2}"])
+@pytest.mark.parametrize("degrees", [[], ["parallel.pipeline=2"], ["parallel.tensor=2"]], ids=str)
+def test_degrees_are_not_read_from_the_deepspeed_config(section: str, degrees: list[str]) -> None:
+    name = section.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"'{name}' (.|\n)*set parallel.{name.partition('_')[0]} in the run config"):
+        tiny("zero1", 2, [*degrees, section])
+
+
+@pytest.mark.parametrize("stage", ["auto", "'1'", "[1]", "{a: 1}", "1.5", "7", "-1", "true"])
+def test_a_stage_that_is_none_is_told_once_whatever_the_degrees(stage: str) -> None:
+    with pytest.raises(ConfigError, match="should be 0, 1, 2 or 3") as raised:
+        tiny("zero1", 2, ["parallel.tensor=2", f"zero_optimization.stage={stage}"])
+    assert len(raised.value.problems) == 1
 
 
 def test_fp16_that_adds_gradients_up_in_fp32_is_refused_in_a_pipeline() -> None:
@@ -122,6 +138,7 @@ def test_fp16_that_adds_gradients_up_in_fp32_is_refused_in_a_pipeline() -> None:
 
 def test_a_pipeline_composes_with_what_is_off() -> None:
     settings = ["compile.enabled=false", "zero_optimization.offload_optimizer={device: none}", "torch_autocast={enabled: false}"]
+    settings += ["wall_clock_breakdown=false", "flops_profiler={enabled: false}"]
     assert tiny("zero1", 4, ["parallel.pipeline=2", *settings]).data_ranks == 2
 
 

@@ -404,12 +404,12 @@ def test_our_engine_is_quiet(file: str, settings: list[str], tmp_path: Path) -> 
 BUCKET_ELEMENTS = 1_000_000
 
 
-def alone_pipeline() -> Any:
+def alone_pipeline(**config: Any) -> Any:
     from deepspeed.runtime.pipe.module import PipelineModule
 
     with contextlib.redirect_stdout(io.StringIO()):
         module = PipelineModule([one_weight(), one_weight()], num_stages=2, loss_fn=lambda y, _: y.sum(), partition_method="uniform")
-    return alone(module, 1, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET_ELEMENTS})
+    return alone(module, zero_optimization={"stage": 1, "reduce_bucket_size": BUCKET_ELEMENTS}, **config)
 
 
 def largest_memory_of_a_step(ranks: Any, composed: Composed | None) -> float:
@@ -431,6 +431,17 @@ def test_a_pipeline_has_one_bucket() -> None:
     assert min(run_ranks(2, largest_memory_of_a_step, None)) > 1.9, mended("keep_one_bucket (defects.py)")
     ours = tiny("zero1", 2, ["parallel.pipeline=2", f"zero_optimization.reduce_bucket_size={BUCKET_ELEMENTS}"])
     assert max(run_ranks(2, largest_memory_of_a_step, ours)) < 1.9
+
+
+def timed_step(ranks: Any, timers: dict[str, Any]) -> None:
+    alone_pipeline(gradient_accumulation_steps=2, **timers).train_batch(iter([(torch.ones(1, 1), torch.ones(1, 1))] * 2))
+
+
+@pytest.mark.parametrize("timers", [{"wall_clock_breakdown": True}, {"flops_profiler": {"enabled": True}}], ids=lambda timers: next(iter(timers)))
+def test_deepspeed_s_timers_end_a_pipeline(timers: dict[str, Any]) -> None:
+    run_ranks(2, timed_step, {})
+    with pytest.raises(AssertionError, match="timer has already been started"):  # mended upstream: refuse them no more (parallel.py)
+        run_ranks(2, timed_step, timers)
 
 
 # ---- ZeRO-3's linear ----------------------------------------------------------------------------------------------------

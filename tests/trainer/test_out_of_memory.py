@@ -155,6 +155,13 @@ def test_numbers_that_the_json_states_are_set_there() -> None:
     assert gpt_1b("zero2", [*stated, *first]).micro_batch_size == 4
 
 
+def test_a_global_batch_that_the_json_states_too_is_in_the_way_of_no_remedy() -> None:
+    degrees = ["parallel.sequence=2"]  # DeepSpeed is given twice as many sequences, of half the length
+    composed = gpt_1b("zero1", degrees)
+    stated = gpt_1b("zero1", [*degrees, f"train_batch_size={composed.run.batch.global_batch_size}"])
+    assert len(remedies(composed)) > 2 and remedies(stated) == remedies(composed)
+
+
 def test_what_is_said_on_a_gpu() -> None:
     composed = gpt_1b("zero1", ["batch.micro_batch_size=16", "batch.global_batch_size=128"])
     with pytest.raises(OutOfMemory) as caught, explained(composed, rank=3):

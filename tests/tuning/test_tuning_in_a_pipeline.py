@@ -66,3 +66,19 @@ def test_fine_tuning(adapters: list[str], world_size: int, tmp_path: Path) -> No
 def test_corrupted_text(objective: str) -> None:
     (expected,) = run_ranks(1, of_corrupted_text, objective, [])
     assert_alike(run_ranks(2, of_corrupted_text, objective, PIPELINE), expected)
+
+
+def refused(ranks: Any, settings: list[str]) -> str:
+    from ds_gpt.config import ConfigError
+    from ds_gpt.engine.engine import Engine
+
+    with pytest.raises(ConfigError) as raised:
+        Engine(tiny("zero1", ranks.world_size, settings), ranks)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("adapted", "idle"), [(0, "blocks 1 to 1, which are stage 1 of 2"), (1, "blocks 0 to 0, which are stage 0 of 2")])
+def test_adapters_that_leave_a_stage_without_any_are_refused_on_every_rank(adapted: int, idle: str) -> None:
+    settings = ["parallel.pipeline=2", "lora.rank=4", "lora.alpha=8", f"lora.targets=[blocks.{adapted}.attention.qkv]"]
+    for said in run_ranks(2, refused, settings):
+        assert f"lora.targets names no map of {idle}" in said and "set parallel.pipeline: 1" in said
