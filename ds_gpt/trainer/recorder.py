@@ -61,7 +61,7 @@ class Recorder:
             "step_s": speed.step_s,
             "tokens_per_s": speed.tokens_per_s,
             "mfu": speed.mfu,
-            "peak_bytes": peak_bytes(self._ranks.device),
+            "peak_bytes": max(self._ranks.gather(peak_bytes(self._ranks.device))),  # stages of a pipeline differ
         }
         if result.loss_scale is not None:
             metrics["loss_scale"] = result.loss_scale

@@ -149,7 +149,8 @@ def facts(composed: Composed, dataset: Dataset) -> dict[str, Any]:
     known = environment(composed, dataset.digest)
     return {
         **run,
-        "deepspeed": composed.deepspeed,
+        # The global batch, whatever DeepSpeed is told where ranks share sequences.
+        "deepspeed": {**composed.deepspeed, "train_batch_size": composed.run.batch.global_batch_size},
         "tokenizer_identity": dataset.tokenizer.identity,
         **{key: known[key] for key in ("dataset_digest", "world_size", "precision", "activation_checkpointing", "compiled", "device", "versions")},
     }

@@ -265,3 +265,20 @@ def test_a_prompt_that_the_corpus_cannot_spell_does_not_end_the_run() -> None:
     assert [len(text.split()) for text in texts[:3]] == [5, 5, 5], "one token to start from, four more"
     assert [len(text) for text in texts[3:]] == [5, 5, 104]
 
+
+def beside_ballast(ranks: Any, folder: Path) -> int:
+    """A run in which rank 1 holds 300 MB more than rank 0; the peak before it."""
+    import torch
+
+    from ds_gpt.trainer.measurements import peak_bytes
+
+    ballast = torch.ones(75_000_000 * ranks.rank)
+    before = peak_bytes(ballast.device)
+    train(ranks, tiny("zero1", 2, ("training.steps=2", "sample.tokens=0")), TinyDataset(), folder)
+    return before
+
+
+def test_peak_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
+    first, fullest = run_ranks(2, beside_ballast, tmp_path)
+    assert fullest > first + 250_000_000
+    assert metrics(tmp_path)[-1]["peak_bytes"] >= fullest
