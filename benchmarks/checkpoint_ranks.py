@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,8 @@ def main() -> None:
         measured = {"parameters": parameters(composed.run.model), "ranks": ranks.world_size, "cases": cases}
         (options.folder / "measured.json").write_text(json.dumps(measured))
     ranks.disconnect()
+    sys.stdout.flush()
+    os._exit(0)  # as ds_gpt.commands.train ends, and for its reason
 
 
 def _case(composed: Composed, ranks: Ranks, folder: Path, saves: int) -> dict[str, Any]:

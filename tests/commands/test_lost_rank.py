@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def left_alone(ranks: Any) -> str | None:
 def test_what_gloo_says_of_a_rank_that_left() -> None:
     said, _ = run_ranks(2, left_alone)
     assert said is not None and said.startswith(f"ds_gpt: on {platform.node()}: the connection to another rank is lost: ")
-    assert "onnection closed by peer" in said and "pair.cc" not in said and "GLHF" not in said and "\ndo:  " in said
+    assert re.search("onnection (closed|reset) by peer", said) and "\ndo:  " in said  # as the network has it
+    assert "pair.cc" not in said and "GLHF" not in said
 
 
 @pytest.mark.parametrize(
