@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import torch
 from tiny import tiny
 from trainer_bench import scalars
 
@@ -55,10 +54,8 @@ def test_perplexity() -> None:
 
 def test_a_disk_filled_to_the_last_byte_is_said_once_and_does_not_end_the_run(tmp_path: Path) -> None:
     from ds_gpt.engine.engine import StepResult
+    from ds_gpt.engine.ranks import Ranks
     from ds_gpt.trainer.recorder import Recorder
-
-    class Ranks:
-        is_first, device = True, torch.device("cpu")
 
     class Said:
         lines: list[str] = []
@@ -67,7 +64,7 @@ def test_a_disk_filled_to_the_last_byte_is_said_once_and_does_not_end_the_run(tm
             self.lines.append(text)
 
     composed, folder, said = tiny("zero1", 1), RunFolder(tmp_path), Said()
-    recorder = Recorder(composed, Ranks(), folder, said)  # type: ignore[arg-type]
+    recorder = Recorder(composed, Ranks.from_environment(), folder, said)  # type: ignore[arg-type]
     recorder._sinks.append(MetricsFile(Path("/dev/full")))  # every write fails: no space left on device
     folder.events = Path("/dev/full")
     for step in (1, 2):
