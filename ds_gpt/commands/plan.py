@@ -73,7 +73,7 @@ def plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([report.as_json(candidate) for candidate in found], indent=1))
         return
-    show(found, device, known, paths, options)
+    show(found, device, known, paths, asked, options)
     if options.trace:
         if best.on_paper or best.shapes.pipeline > 1:
             raise ConfigError(
@@ -101,7 +101,9 @@ def _asked(options: argparse.Namespace, deepspeed_config: str) -> ParallelConfig
     return stated(options.config, deepspeed_config, options.overrides).model_copy(update=given)
 
 
-def show(found: list[Candidate], device: Device, known: dict[str, Device], paths: list[str], options: argparse.Namespace) -> None:
+def show(
+    found: list[Candidate], device: Device, known: dict[str, Device], paths: list[str], asked: ParallelConfig, options: argparse.Namespace
+) -> None:
     """The best of each kind as a table, the recommendation, what would be cheaper, and what limits the others."""
     from ds_gpt.planner import report, search
 
@@ -120,7 +122,7 @@ def show(found: list[Candidate], device: Device, known: dict[str, Device], paths
         _lines(report.nothing_fits(found, device))
     if options.search:
         tokens = float(steps * training.batch.global_batch_size * training.sequences * training.model.context)
-        priced = search.cheapest(options.config, paths, known.values(), options.devices, options.overrides, _asked(options, paths[0]))
+        priced = search.cheapest(options.config, paths, known.values(), options.devices, options.overrides, asked)
         print()
         _lines(report.cheapest_devices(priced, tokens))
     if options.why:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ds_gpt.config import ParallelConfig
 
@@ -65,9 +66,20 @@ class Grid:
         """Which of the ranks this is, and of how many, that hold the same: data-parallel ones, those of a tensor group."""
         index, count = (self.tensor_rank, self.parallel.tensor) if over_tensor else (0, 1)
         if over_data:
-            data = self.data_ranks * self.parallel.sequence
-            index, count = index + count * (self.rank // self.parallel.tensor % data), count * data
+            index += count * (self.rank // self.parallel.tensor % self._data_axis)
+            count *= self._data_axis
         return index, count
+
+    def topology(self) -> Any:
+        """The same arrangement as DeepSpeed describes it."""
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        return PipeModelDataParallelTopology(self.parallel.pipeline, self.parallel.tensor, self._data_axis)
+
+    @property
+    def _data_axis(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.data_ranks * self.parallel.sequence
 
     @property
     def randomness(self) -> int:

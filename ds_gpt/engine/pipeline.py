@@ -234,16 +234,13 @@ def _pipeline_module(stage: _Stage, tied: nn.Embedding | None, grid: Grid) -> An
     DeepSpeed builds the layers of this rank alone, so `stage` may stand for those of all ranks.
     """
     from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    parallel = grid.parallel
-    layers: list[Any] = [stage] * parallel.pipeline
+    layers: list[Any] = [stage] * grid.parallel.pipeline
     if tied is not None:
         # The module that DeepSpeed knows to be shared must hold nothing else: it would train a second copy of it.
         spec = TiedLayerSpec("tokens", nn.Embedding, forward_fn=lambda _, received: stage(received))
         spec.build = lambda log=False: tied
         layers[0] = layers[-1] = spec
-    topology = PipeModelDataParallelTopology(parallel.pipeline, parallel.tensor, grid.data_ranks * parallel.sequence)
-    module = PipelineModule(layers, topology=topology, partition_method="uniform")
+    module = PipelineModule(layers, topology=grid.topology(), partition_method="uniform")
     module.add_module("stage", stage)
     return module

@@ -49,12 +49,10 @@ Cuts = dict[Tensor, Cut]  # of the parameters that are cut
 
 def model_parallel_unit(grid: Grid) -> Any:
     """What DeepSpeed asks for its groups of ranks; every rank must call it."""
-    from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-    parallel = grid.parallel
-    topology = PipeModelDataParallelTopology(parallel.pipeline, parallel.tensor, grid.data_ranks * parallel.sequence)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the topology
-        return PipelineParallelGrid(topology)
+        return PipelineParallelGrid(grid.topology())
 
 
 def cut(model: GPT, group: torch.distributed.ProcessGroup) -> Cuts:

@@ -21,6 +21,7 @@ WAYS = {
     "zero2": ["activation_checkpointing={policy: selective}"],
     "zero3": ["activation_checkpointing={policy: full, partition_activations: true}"],
     "zero2, shared sequences": ["activation_checkpointing={policy: full}", "parallel.sequence=2"],
+    "zero2, shared matrices": ["activation_checkpointing={policy: full}", "parallel.tensor=2"],
 }
 
 

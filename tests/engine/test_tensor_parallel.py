@@ -14,7 +14,6 @@ from tiny import tiny, tiny_loader, whole_batch
 from ds_gpt.config import Composed
 from ds_gpt.generation.decoding import generate
 from ds_gpt.generation.options import Sampling
-from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.counts import parameters
 from ds_gpt.model.gpt import GPT
 
@@ -186,37 +185,3 @@ def test_evaluation_and_generation_are_those_of_the_whole_model(options: tuple[s
     for losses, continued in run_ranks(4, used, composed):
         assert losses == pytest.approx(expected, rel=1e-6)
         assert continued == generate(model, PROMPTS, NEW_TOKENS, Sampling(temperature=0))
-
-
-def trained_on_documents(ranks: Any, composed: Composed) -> list[tuple[float, float]]:
-    from ds_gpt.engine.engine import Engine
-
-    engine = Engine(composed, ranks)
-    loader = tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
-    curve = []
-    for step in range(5):
-        batches = [(inputs_BT, targets_BT, documents(inputs_BT)) for inputs_BT, targets_BT in loader.load(step)]
-        result = engine.step(step, batches, LR)
-        curve.append((result.loss, result.grad_norm))
-    loader.close()
-    engine.close()
-    return curve
-
-
-def test_documents_apart_are_those_of_plain_pytorch() -> None:
-    settings = ["gradient_clipping=0.6", "gradient_accumulation_steps=2", "activation_checkpointing={policy: full}"]
-    composed = tiny("zero2", 2, [TENSOR, *settings])
-    model = drawn(composed)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=LR, betas=(0.9, 0.95), eps=1e-8)
-    expected = []
-    for step in range(5):
-        inputs_BT, targets_BT = whole_batch(composed, step)
-        logits_BTV = model(inputs_BT, documents_BT=documents(inputs_BT))
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.6)
-        optimizer.step()
-        expected.append((loss.item(), norm.item()))
-    for curve in run_ranks(2, trained_on_documents, composed):
-        torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=1e-5, atol=0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from tiny import VOCABULARY
+from variants import LLAMA
 
 from ds_gpt.checkpoint.folder import commit, prepare_partial
 from ds_gpt.checkpoint.saved_model import SavedModel, find_saved_model
@@ -34,14 +35,6 @@ from running import train_run  # noqa: E402
 transformers = pytest.importorskip("transformers")
 
 MIB = 1 << 20
-LLAMA = [
-    "model.positions=rotary",
-    "model.norm=rmsnorm",
-    "model.ffn=swiglu",
-    "model.bias=false",
-    "model.kv_heads=2",
-    "model.tied_head=false",
-]
 SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocab_size": VOCABULARY}
 
 

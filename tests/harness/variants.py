@@ -7,6 +7,7 @@ from ds_gpt.model.gpt import GPT
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 12, "ffn_width": 48, "vocab_size": 23}
 MODERN = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "kv_heads": 2, "bias": False, "tied_head": False}
+LLAMA = tuple(f"model.{key}={str(value).lower()}" for key, value in MODERN.items())  # the same as --set takes it
 CASES = {
     "gpt2": {},
     "rotary": {"positions": "rotary"},

@@ -12,6 +12,7 @@ import torch
 import transformers
 from forked_ranks import run_ranks
 from tuned_runs import ADAPTERS, SHORT, run
+from variants import LLAMA
 
 from ds_gpt.checkpoint.saved_model import find_saved_model
 from ds_gpt.config import ConfigError
@@ -19,18 +20,10 @@ from ds_gpt.exchange.adapters import export_adapter
 from ds_gpt.exchange.exporting import export
 from ds_gpt.model.lora import adapter_weight
 
-LLAMA = [
-    "model.positions=rotary",
-    "model.norm=rmsnorm",
-    "model.ffn=swiglu",
-    "model.bias=false",
-    "model.kv_heads=2",
-    "model.tied_head=false",
-]
 SHAPES = {
     "gpt2": ([], "lora.targets=[qkv, out, up, down]"),
     "gpt2 without biases": (["model.bias=false"], "lora.targets=[qkv, 'blocks.1.*.down']"),
-    "llama": (LLAMA, "lora.targets=[qkv, out, gate, up, down]"),
+    "llama": ([*LLAMA], "lora.targets=[qkv, out, gate, up, down]"),
 }
 TOKENS = torch.arange(32).view(2, 16)
 
