@@ -280,11 +280,11 @@ def _optimizer(run: RunConfig, values: Mapping[str, Any], hardware: Hardware) ->
     params["betas"], params["eps"] = list(optimizer.betas), optimizer.eps
     offload = (values["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
     # DeepSpeed's own Adams are compiled at first use: minutes, and a compiler that laptops may not have.
-    # torch's fused AdamW is as fast on a GPU; only offload to a GPU's host is worth DeepSpeedCPUAdam.
+    # torch's fused AdamW is as fast on a GPU, and 4 to 10 times as fast as its plain one on a CPU; only offload to a GPU's
+    # host is worth DeepSpeedCPUAdam.
     if "torch_adam" not in params and not (offload and hardware.kind == "cuda"):
         params["torch_adam"] = True
-        if hardware.kind == "cuda":
-            params.setdefault("fused", True)
+        params.setdefault("fused", True)
     return {**section, "type": "AdamW", "params": params}
 
 

@@ -156,9 +156,25 @@ def update_loss_scale_last(engine: Any) -> None:
 
 
 def skip_reduction_of_one(engine: Any) -> None:
-    """ZeRO-0 copies all gradients into buckets and back to add up those of one rank: 2% of a small model's step."""
-    if engine.dp_world_size == 1 and not engine.zero_optimization():
+    """DeepSpeed adds up the gradients of one rank with nobody's, which on a CPU takes 1 to 2% of a small model's step.
+
+    ZeRO-0 copies them into buckets and back for it, and ZeRO-1 and 2 divide by one and wait for gloo. What ZeRO-1 and 2
+    add to an fp32 copy of bf16 gradients on the way stays, and a GPU's streams are left as they are.
+    """
+    if engine.dp_world_size > 1:
+        return
+    optimizer = engine.optimizer
+    if not engine.zero_optimization():
         engine.enable_backward_allreduce = False
+    elif engine.device.type == "cpu" and hasattr(optimizer, "average_tensor"):
+        average = optimizer.average_tensor
+
+        def average_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
+            groups = {group for group, _, _ in optimizer.ipg_buckets[dtype].params}
+            if any(map(optimizer._use_compact_grad_partition_buffer, groups)):
+                average(tensor, dtype)
+
+        optimizer.average_tensor = average_tensor
 
 
 def keep_one_bucket(engine: Any) -> None:

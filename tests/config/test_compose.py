@@ -276,9 +276,9 @@ def test_fp32_accumulation_of_bf16_needs_zero(bench) -> None:
 @pytest.mark.parametrize(
     ("on", "overrides", "torch_adam", "fused"),
     [
-        (CPU, (), True, None),
+        (CPU, (), True, True),
         (A100, (), True, True),
-        (CPU, ("zero_optimization.offload_optimizer.device=cpu",), True, None),
+        (CPU, ("zero_optimization.offload_optimizer.device=cpu",), True, True),
         (A100, ("zero_optimization.offload_optimizer.device=cpu",), None, None),  # DeepSpeedCPUAdam
         (A100, ("zero_optimization.offload_optimizer.device=nvme",), None, None),
         (A100, ("zero_optimization.offload_optimizer.device=none",), True, True),

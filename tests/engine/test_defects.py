@@ -494,23 +494,32 @@ def test_our_selective_checkpointing_is_right_after_another_engine_of_zero_3() -
     assert curves[0] == curves[1] and curves[2] == curves[3]
 
 
-# ---- One rank of ZeRO-0 sums up with nobody ---------------------------------------------------------------------------
+# ---- One rank sums up with nobody ---------------------------------------------------------------------------
 
 
-def sums_of_one_step(ranks: Any, composed: Composed | None) -> int:
-    """All-reduces of a step; by `alone` where nothing is composed."""
+def sums_of_one_step(ranks: Any, of: Composed | int) -> int:
+    """Reductions in the backward passes of a step; by `alone` where just a ZeRO stage is given."""
     from ds_gpt.engine.engine import Engine
 
-    engine = Engine(composed, ranks) if composed else alone(one_weight())
-    with torch.profiler.profile() as profiler:
-        engine.step(0, tiny_loader(composed, 0, 1).load(0), LR) if composed else push(engine, 1.0)
-    return sum("allreduce" in event.name for event in profiler.events())
+    engine = alone(one_weight(), of) if isinstance(of, int) else Engine(of, ranks)
+    wrapped = engine if isinstance(of, int) else engine.deepspeed
+    backward, found = wrapped.backward, []
+
+    def watched(loss: torch.Tensor) -> None:
+        with torch.profiler.profile() as profiler:
+            backward(loss)
+        found.extend(event.name for event in profiler.events() if "reduce" in event.name)
+
+    wrapped.backward = watched
+    push(engine, 1.0) if isinstance(of, int) else engine.step(0, tiny_loader(of, 0, 1).load(0), LR)
+    return len(found)
 
 
-def test_one_rank_without_zero_sums_nothing() -> None:
-    (alone_sums,) = run_ranks(1, sums_of_one_step, None)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_sums_nothing(stage: int) -> None:
+    (alone_sums,) = run_ranks(1, sums_of_one_step, stage)
     assert alone_sums > 0, mended("skip_reduction_of_one (defects.py)")
-    assert run_ranks(1, sums_of_one_step, tiny("zero0", 1)) == [0]
+    assert run_ranks(1, sums_of_one_step, tiny(f"zero{stage}", 1)) == [0]
 
 
 # ---- The C++ op for shared memory -------------------------------------------------------------------------------------

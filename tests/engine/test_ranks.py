@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -100,6 +101,30 @@ def test_ranks_share_the_cores(environment: dict[str, str], local_ranks: int, th
         monkeypatch.setenv(name, value)
     ranks_module._set_up_device(Ranks(0, local_ranks, 0, local_ranks, CPU))
     assert found == threads
+
+
+# ---- Memory -------------------------------------------------------------------------------------------------------------
+
+
+PAGE_FAULTS = """
+import resource, torch
+from ds_gpt.engine import ranks
+ranks._set_up_device(ranks.Ranks(0, 1, 0, 1, torch.device("cpu")))
+faults = []
+for _ in range(15):
+    torch.ones(2**24)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[4])  # the first few make the heap grow
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("stated", "kept"), [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072"}, False)], ids=["ours", "the user's"])
+def test_what_a_step_frees_the_next_one_has(stated: dict[str, str], kept: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ranks_module._MALLOC_VARIABLES}
+    command = [sys.executable, "-c", PAGE_FAULTS]
+    faults = int(subprocess.run(command, env={**environment, **stated}, capture_output=True, text=True, check=True, timeout=120).stdout)
+    assert (faults < 100) == kept, f"{faults} page faults"
 
 
 # ---- Talking ------------------------------------------------------------------------------------------------------------
