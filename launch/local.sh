@@ -11,7 +11,7 @@ usage: launch/local.sh [--num_gpus N] [--restarts N] [--master_port P] [--dry-ru
   --master_port P   port of the rendezvous (default: a free one)
   --dry-run         print the command and stop
 
-The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
+These may stand anywhere before "--"; every other argument, and all after "--", goes to ds_gpt/train.py as it is.
 
   launch/local.sh
   launch/local.sh --num_gpus 8 --config ds_configs/runs/gpt_1b.yaml --deepspeed_config ds_configs/zero2.json
@@ -48,7 +48,7 @@ count_gpus() {
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-num_gpus="" master_port="" restarts=0 dry_run=false
+num_gpus="" master_port="" restarts=0 dry_run=false for_training=()
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
@@ -63,11 +63,12 @@ while (($#)); do
             esac
             shift
             ;;
-        --) shift && break ;;
-        *) break ;;
+        --) for_training+=("${@:2}") && break ;;
+        *) for_training+=("$1") ;;
     esac
     shift
 done
+set -- "${for_training[@]}"
 
 $dry_run || command -v deepspeed >/dev/null ||
     fail "the command 'deepspeed' is not on PATH" "it starts one process per GPU" "activate the virtual environment, or pip install -e $repository"

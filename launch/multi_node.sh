@@ -20,7 +20,7 @@ usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--in
                     there is no problem; --doctor=only stops there
   --dry-run         print the command, and what is passed on, and stop
 
-The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
+These may stand anywhere before "--"; every other argument, and all after "--", goes to ds_gpt/train.py as it is.
 Every machine needs passwordless ssh, this repository and the same environment at the same paths, and the folder
 that this is started from. Run folders belong on a shared file system.
 
@@ -49,7 +49,7 @@ require_number() { # option, value, greatest
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 restarts=0 doctor=no dry_run=false
+hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 restarts=0 doctor=no dry_run=false for_training=()
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
@@ -67,11 +67,12 @@ while (($#)); do
             printf -v "${1#--}" '%s' "$2"
             shift
             ;;
-        --) shift && break ;;
-        *) break ;;
+        --) for_training+=("${@:2}") && break ;;
+        *) for_training+=("$1") ;;
     esac
     shift
 done
+set -- "${for_training[@]}"
 [[ -z "$num_nodes" ]] || require_number --num_nodes "$num_nodes" 99999
 [[ -z "$num_gpus" ]] || require_number --num_gpus "$num_gpus" 1024
 require_number --master_port "$master_port" 65535

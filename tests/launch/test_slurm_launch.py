@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until
+from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until, words_of
 
 SCRIPT = LAUNCH / "slurm.sbatch"
 TRAIN = str(REPOSITORY / "ds_gpt" / "train.py")
@@ -61,6 +61,12 @@ def test_in_a_job_the_first_node_is_the_meeting_point(slurm: StandIn) -> None:
 def test_a_job_that_is_queued_again_goes_on_in_its_folder(slurm: StandIn, arguments: list[str], restarts: str, expected: list[str]) -> None:
     words = slurm.dry_run("slurm.sbatch", *arguments, SLURM_JOB_NAME="mine", SLURM_RESTART_COUNT=restarts)
     assert words[words.index(TRAIN) + 1 :] == expected
+
+
+def test_options_of_the_script_may_stand_anywhere(slurm: StandIn) -> None:
+    result = slurm.run("slurm.sbatch", "--config", "c.yaml", "--requeue", "--set", "x=1", "--run-dir", "x", "--doctor=only", "--dry-run", "--", "--requeue")
+    words = words_of(result.stdout)
+    assert words[words.index("doctor") + 1 :] == ["--config", "c.yaml", "--set", "x=1", "--run-dir", "x", "--requeue"]
 
 
 def test_outside_of_slurm_it_says_what_to_do(stand_in: StandIn) -> None:
