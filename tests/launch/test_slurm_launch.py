@@ -122,10 +122,8 @@ def job(slurm: StandIn, tmp_path: Path) -> Path:
     every process of the step as Slurm does."""
     (tmp_path / "ds_gpt").mkdir()
     (tmp_path / "ds_gpt" / "train.py").write_text(RANK)
-    (tmp_path / "launch").mkdir()
-    script = tmp_path / "launch" / "slurm.sbatch"
+    shutil.copytree(LAUNCH, tmp_path / "launch")
     # One node that is this machine, met at a loopback address.
-    script.write_text(SCRIPT.read_text())
     slurm.command("scontrol", '[[ "$1" == requeue ]] && echo "$2" >"$STAND_IN/requeued"; echo 127.0.0.1')
     torchrun = Path(sys.executable).with_name("torchrun")
     slurm.command("torchrun", f'echo $$ >>"$STAND_IN/pids"; exec {torchrun} "$@"')
@@ -136,7 +134,7 @@ def job(slurm: StandIn, tmp_path: Path) -> Path:
     (tmp_path / "signal_step.py").write_text(
         "import os, signal\nfor pid in open(os.environ['STAND_IN'] + '/pids').read().split():\n    os.kill(int(pid), signal.SIGINT)\n"
     )
-    return script
+    return tmp_path / "launch" / "slurm.sbatch"
 
 
 def test_ranks_save_when_slurm_warns(slurm: StandIn, job: Path, tmp_path: Path) -> None:
