@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_gpt.checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, adapter_config, read_adapters
 from ds_gpt.checkpoint.saved_model import SavedModel
-from ds_gpt.checkpoint.shards import sync
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.replacing import sync
 from ds_gpt.exchange.exporting import DTYPES, cast
 from ds_gpt.exchange.families import family_of
 from ds_gpt.exchange.layouts import Layout
