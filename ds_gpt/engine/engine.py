@@ -81,13 +81,13 @@ def check_deepspeed_config(composed: Composed) -> None:
         ConfigError: with DeepSpeed's words.
     """
     import_deepspeed(composed.hardware.kind)
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # Without a process group DeepSpeed takes the world size for 1; the batch arithmetic is settled already.
     alone = {**composed.deepspeed, "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     try:
         DeepSpeedConfig(alone)
-    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError, DeepSpeedConfigError) as error:
         raise ConfigError(
             Problem(f"DeepSpeed refuses the configuration: {error}", fix="correct that key in the DeepSpeed config")
         ) from None
