@@ -76,7 +76,7 @@ def of_this_node(ranks: Ranks, composed: Composed, run_dir: Path) -> Iterator[Ch
         keep_compiled_code_here()
     yield extension_locks()
     yield shared_memory(ranks)
-    yield from limits(ranks.world_size)
+    yield from limits(composed.hardware.world_size)
 
 
 def devices(ranks: Ranks) -> Iterator[Check]:
