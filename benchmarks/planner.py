@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainers_published import TRAINERS
+from benchmarks.trainers_published import REDUCES_AFTERWARDS, TRAINERS
 from ds_gpt.config import ModelConfig
 from ds_gpt.planner.clock import Constants
 from ds_gpt.planner.devices import DEVICES, GIB, Device
@@ -41,6 +41,10 @@ _GRID = {
 }
 # The guesses before any fit: a fit of one half must not start from constants that the other half has shaped.
 _START = Constants(matrix=0.80, half_size=96.0, attention=0.50, bandwidth=0.75, launch_s=6e-6, link=0.70, hidden=0.75)
+# By the memory that a row states. Those with 16 GB are of one cluster, which has one 100 Gbit/s network for the eight of a node.
+_DEVICES = {
+    "": DEVICES["a100-80gb"], "80": DEVICES["a100-80gb"], "40": DEVICES["a100-40gb"], "16": replace(DEVICES["v100-16gb"], network=12.5e9 / 8),
+}  # fmt: skip
 _LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "tied_head": False}
 GOALS = {"memory": (0.06, 0.15), "throughput": (0.10, 0.25)}  # of absolute errors: median, 90th percentile
 
@@ -125,7 +129,7 @@ def _read(row: dict[str, str]) -> Published:
     precision = row["precision"]
     shapes = Shapes(
         model, int(row["zero_stage"] or 0), ranks, number["micro_batch"], steps, "full" if row["act_ckpt"] == "full" else None, precision,
-        4 if precision == "fp32" else 2, precision == "bf16", 2, buckets, not row["trainer"].startswith("megatron"), True, False, False,
+        4 if precision == "fp32" else 2, precision == "bf16", 2, buckets, row["trainer"] not in REDUCES_AFTERWARDS, True, False, False,
         tensor=number["tensor"], pipeline=number["pipeline"], trainer=TRAINERS[row["trainer"]],
     )  # fmt: skip
     size = re.search(r"(\d+)([mb])", row["model"].lower()) if row["model"].lower().startswith("mpt") else None
@@ -133,7 +137,7 @@ def _read(row: dict[str, str]) -> Published:
     name = f"{row['model']}{split} context {number['seqlen']} micro {number['micro_batch']} ZeRO {row['zero_stage'] or 0} on {number['num_gpus']} x {row['gpu_mem_gb'] or 'A100'} GB"
     peak = float(row["peak_gib"]) * GIB if row["peak_gib"] else None
     billions = int(size[1]) * (1 if size[2] == "b" else 1e-3) if size else None
-    device = DEVICES["a100-40gb" if row["gpu_mem_gb"] == "40" else "a100-80gb"]
+    device = _DEVICES[row["gpu_mem_gb"]]
     return Published(name, row["trainer"], billions, shapes, device, float(row["tok_s_per_gpu"]), peak, row["peak_kind"], row["speed_unfit"])
 
 
