@@ -47,6 +47,7 @@ _DEVICES = {
 }  # fmt: skip
 _LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "tied_head": False}
 GOALS = {"memory": (0.06, 0.15), "throughput": (0.10, 0.25)}  # of absolute errors: median, 90th percentile
+SCALING_GOAL = 0.03  # from 1 to 8 GPUs: difference of efficiencies
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,37 @@ class Published:
         """The share that would have been right."""
         assert self.peak_bytes
         return (self.peak_bytes - around_bytes(self.shapes.devices)) / self.memory().peak.bytes - 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two published runs that differ in the number of GPUs alone.
+
+    Attributes:
+        few: the run on fewer.
+        many: the run on more.
+    """
+
+    few: Published
+    many: Published
+
+    @property
+    def published(self) -> float:
+        """Throughput of a GPU among many, over that of one among few."""
+        return self.many.tokens_per_s / self.few.tokens_per_s
+
+    @property
+    def predicted(self) -> float:
+        """The same by the planner."""
+        few, many = (speed_of(run.shapes, run.device).tokens_per_s / run.shapes.devices for run in (self.few, self.many))
+        return many / few
+
+    @property
+    def reach(self) -> str:
+        """Which of the report's groups it belongs to."""
+        if self.many.shapes.devices > self.many.device.per_node:
+            return "to other nodes"
+        return "from 1 to 8 GPUs" if (self.few.shapes.devices, self.many.shapes.devices) == (1, 8) else "otherwise in a node"
 
 
 def published() -> list[Published]:
@@ -168,12 +200,17 @@ def held_out() -> tuple[list[tuple[Published, float]], list[Constants]]:
 
 @cache
 def memory_held_out() -> tuple[list[tuple[Published, float]], list[float]]:
-    """Every peak's error, and the two fits of the only constant, the share that is cached: by the median of every second row that has it, for
-    the rows in between."""
+    """Every peak's error, and the two fits of the only constant, the share that is cached: on every second row that has it, for those in
+    between. The median of each software's median: one that published many rows does not decide for all."""
     runs = [run for run in published() if run.peak_bytes]
     devices = [run for run in runs if run.measured == "device"]
-    shares = [statistics.median(run.cached() for run in devices[half::2]) for half in (0, 1)]
+    shares = [_cached(devices[half::2]) for half in (0, 1)]
     return [(run, run.memory_error(shares[1 - devices.index(run) % 2]) if run in devices else run.memory_error()) for run in runs], shares
+
+
+def _cached(runs: Sequence[Published]) -> float:
+    families = {run.family for run in runs}
+    return statistics.median(statistics.median(run.cached() for run in runs if run.family == family) for family in families)
 
 
 def median_and_p90(errors: Iterable[float]) -> tuple[float, float]:
@@ -182,18 +219,14 @@ def median_and_p90(errors: Iterable[float]) -> tuple[float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
 
 
-def scaling(runs: Sequence[Published]) -> list[tuple[str, float, float]]:
-    """Runs that differ in the number of GPUs alone: which, and the published and predicted throughput of a GPU of the larger over the smaller."""
+def scaling(runs: Sequence[Published]) -> list[Pair]:
+    """Runs that differ in the number of GPUs alone, each with the one on fewest; from one GPU first, few before many."""
     groups: dict[object, list[Published]] = {}
     for run in runs:
-        kind = (run.family, run.billions, run.device.key, str(replace(run.shapes, ranks=0, accumulation=0, buckets={})))
+        kind = (run.family, run.billions, run.device.key, str(replace(run.shapes, ranks=0, buckets={})))
         groups.setdefault(kind, []).append(run)
-    result = []
+    pairs = []
     for group in groups.values():
-        smallest = min(group, key=lambda run: run.shapes.devices)
-        for run in group:
-            if run.shapes.devices > smallest.shapes.devices and run.shapes.accumulation == smallest.shapes.accumulation:
-                predicted = [speed_of(each.shapes, each.device).tokens_per_s / each.shapes.devices for each in (run, smallest)]
-                name = f"{smallest.name} -> {run.shapes.devices}"
-                result.append((name, run.tokens_per_s / smallest.tokens_per_s, predicted[0] / predicted[1]))
-    return result
+        few = min(group, key=lambda run: run.shapes.devices)
+        pairs += [Pair(few, run) for run in group if run.shapes.devices > few.shapes.devices]
+    return sorted(pairs, key=lambda pair: (pair.few.shapes.devices, pair.many.shapes.devices))

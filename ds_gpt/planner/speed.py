@@ -59,12 +59,7 @@ def speed_of(shapes: Shapes, device: Device, constants: Constants | None = None)
     network = Network(shapes, device, constants)
     parts |= network.within_the_model()
     reduced, gathered = network.zero(clock.parameters, clock.trained)
-    backward = shapes.accumulation * clock.backward_s
-    exposed = gathered + reduced
-    if shapes.overlap and (shapes.stage >= 2 or shapes.trainer.states):
-        room = constants.hidden * (backward + (shapes.accumulation * clock.forward_s if shapes.stage == 3 else 0))
-        hideable = reduced + (gathered if shapes.stage == 3 else 0)
-        exposed -= min(hideable, room)
+    exposed = network.exposed(reduced, gathered, clock)
     if shapes.pipeline > 1:
         # A stage waits for as many micro-batches as there are stages before and behind it (Narayanan et al. 2021, section 2.2).
         busy = sum(parts.values()) / shapes.accumulation
