@@ -122,6 +122,11 @@ class Pair:
         return many / few
 
     @property
+    def miss(self) -> float:
+        """By how much the prediction is off, as a share."""
+        return abs(self.predicted - self.published)
+
+    @property
     def reach(self) -> str:
         """Which of the report's groups it belongs to."""
         if self.many.shapes.devices > self.many.device.per_node:
