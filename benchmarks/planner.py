@@ -1,6 +1,6 @@
 """The planner against runs that others published: memory, throughput, whether they fit, and how they scale.
 
-``reference/published_runs.csv`` holds the rows with their sources; ``reference/published_runs_left_out.csv`` those of the same collection
+``reference/published_runs.csv`` holds the rows with their sources; ``reference/published_runs_left_out.csv`` those
 that the planner cannot be asked for, each with the reason. Each row is predicted with the set-up of its own software
 (``trainers_published.py``): what is kept of logits, scores, weights and gradients, documented once for a trainer, never for a row.
 
