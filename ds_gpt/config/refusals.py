@@ -71,7 +71,6 @@ _SETTINGS = (
     _Setting(
         "zero_optimization.offload_optimizer.ratio", lambda value, stage, hardware: value < 1 and (stage < 3 or hardware.kind == "cpu"),
         "DeepSpeed divides the optimizer between a GPU and its host under ZeRO stage 3 alone", "remove it, or set zero_optimization.stage: 3 on GPUs",
-        " here",
     ),
     _Setting(
         "gradient_allreduce_op", lambda value, stage, hardware: value != "mean",
