@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shlex
 import time
@@ -169,6 +170,8 @@ class Run:
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Path | None:
     """Run or list a suite; the folder of its records. Raises ConfigError where it cannot be run here."""
+    if options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf:
+        raise ConfigError(Problem(f"--price-per-hour {options.price_per_hour} is not a price", fix="give dollars for all devices together, 0 or more"))
     suite = read_suite(options.suite)
     cases = selected(suite, options.only, options.skip)
     console = console or Console(highlight=False)

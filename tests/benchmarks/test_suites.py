@@ -123,6 +123,14 @@ def test_all_impossible_cases_are_told_before_any_is_run(tmp_path: Path, monkeyp
         assert {problem.what.split(":")[0] for problem in error.value.problems} == {"case b", "case c"}
 
 
+@pytest.mark.parametrize("price", ["-1", "nan", "inf"])
+def test_a_price_that_is_none_is_refused(price: str) -> None:
+    parser = argparse.ArgumentParser()
+    suite.add_arguments(parser)
+    with pytest.raises(ConfigError, match="is not a price"):
+        suite.run(parser.parse_args(["--suite", "cpu", "--dry-run", "--price-per-hour", price]))
+
+
 def test_an_unknown_suite_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'a100'"):
         read_suite("a10")
