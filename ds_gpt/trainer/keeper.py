@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.folder import retire_after, step_of
+from ds_gpt.checkpoint.folder import complete, retire_after, step_of
 from ds_gpt.checkpoint.resume import Loaded, load, newest_intact
 from ds_gpt.checkpoint.run_state import RunState
 from ds_gpt.checkpoint.saver import Saved, SaveError, Saver
@@ -61,15 +61,13 @@ class Keeper:
             with self._watchdog.at_the_disk():
                 saved = save()
         except SaveError as error:
+            earlier = complete(self._folder.checkpoints)
+            kept = f"the newest complete one is {earlier[0].name}" if earlier else "there is none yet"
             if last or self._run.checkpoints.on_failure == "stop":
-                raise RunStopped(
-                    Problem(
-                        str(error),
-                        "without checkpoints the run could be lost; the previous one is intact",
-                        "free some space and go on with --resume, or set checkpoints.on_failure: continue to train on regardless",
-                    )
-                ) from None
-            self._recorder.event(state.step, "save_failed", f"{error}; the previous checkpoint is intact, training goes on")
+                fix = "free some space and " + ("go on with --resume" if earlier else "start again")
+                regardless = "" if last else ", or set checkpoints.on_failure: continue to train on regardless"
+                raise RunStopped(Problem(str(error), f"without checkpoints the run could be lost; {kept}", fix + regardless)) from None
+            self._recorder.event(state.step, "save_failed", f"{error}; {kept}, training goes on")
             return
         if saved is not None:
             text = f"saved {saved.path.name}, training stood still for {saved.stall_s:.2f} s of {saved.total_s:.2f} s"

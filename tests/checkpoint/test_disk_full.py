@@ -109,8 +109,9 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert "save_failed" in {name for _, name in behind["events"]}
     assert to_the_end["steps"] == stopped["steps"] == [2]
     for result, step in ((to_the_end, 9), (stopped, 4)):
-        for text in (f"the checkpoint of step {step} could not be saved", "No space left on device", "the previous one is intact", "--resume"):
+        for text in (f"the checkpoint of step {step} could not be saved", "No space left on device", "the newest complete one is step_0000002", "--resume"):
             assert text in result["error"]
+        assert ("on_failure: continue" in result["error"]) == (result is stopped), "the last save has nothing to train on to"
     assert resumed["error"] == ""
     assert step_of(complete(small_disk / "run3" / "checkpoints")[0]) == 9
 
