@@ -58,7 +58,7 @@ def run(case: Case, worker: str = "benchmarks.worker") -> Outcome:
         folder = Path(name)
         started = command(case, str(folder / "case.json"), str(folder), worker)
         start = time.time()
-        (folder / "case.json").write_text(json.dumps({"case": asdict(case), "launched_at": start}))
+        (folder / "case.json").write_text(json.dumps({"case": asdict(case), "launched_at": start, "suite": os.getpid()}))
         environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
         environment[_MARK] = str(folder)

@@ -276,7 +276,7 @@ def test_a_real_case_from_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "records" / "other.json").exists() and (tmp_path / "records" / "report.html").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_a_suite_and_its_ranks(number: int, tmp_path: Path) -> None:
     path = write_suite(tmp_path, "device: cpu\ncases:\n  - {name: a, recipe: quickstart, ranks: 2, micro_batch: 8, steps: 100000}\n")
     # As a shell starts a background job: with SIGINT ignored.
@@ -290,7 +290,7 @@ def test_a_signal_ends_a_suite_and_its_ranks(number: int, tmp_path: Path) -> Non
             time.sleep(0.1)
         process.send_signal(number)
         process.wait(timeout=30)
-        _, alive = psutil.wait_procs(ranks, timeout=10)
+        _, alive = psutil.wait_procs(ranks, timeout=30)
         assert not alive and not (tmp_path / "records" / "a.json").exists()
     finally:
         process.kill()
