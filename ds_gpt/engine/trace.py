@@ -336,7 +336,13 @@ def main() -> None:
     from ds_gpt.engine.deepspeed_import import import_deepspeed
 
     requests = json.load(sys.stdin)
-    import_deepspeed("cpu")  # once; each trace is a fork, because torch and DeepSpeed keep much of an engine for good
+    # Each trace is a fork, because torch and DeepSpeed keep much of an engine for good. What all of them import, a second and more, is imported once.
+    import_deepspeed("cpu")
+    import torch._dynamo
+    import torch.testing._internal.distributed.fake_pg
+
+    import ds_gpt.engine.engine  # noqa: F401
+
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         print(json.dumps(pool.map(_answer, requests, chunksize=1)))
 
