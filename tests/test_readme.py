@@ -110,7 +110,7 @@ def test_other_commands_run(command: str, tmp_path: Path, request: pytest.Fixtur
 
 def test_benchmark_commands_run(tmp_path: Path) -> None:
     commands = [command for command in OTHERS if "python -m benchmarks" in command and command.split()[-1] != "planner"]
-    quick = {"overhead": "--rounds 1 --steps 20", "convergence": "--steps 20 --corpus python_docs", "checkpoints": "--quick --saves 1", "generation": "--rounds 1 --tokens 8"}
+    quick = {"overhead": "--rounds 1 --steps 20 --quick", "convergence": "--steps 20 --corpus python_docs", "checkpoints": "--quick --saves 1", "generation": "--rounds 1 --tokens 8"}
     assert {command.split()[-1] for command in commands} == set(quick)
     for command in commands:
         case = command.split()[-1]
