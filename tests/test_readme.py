@@ -55,9 +55,10 @@ def test_ci_does_what_the_readme_says() -> None:
 
 # Eight ranks once: tests/commands/test_train_command.py runs this one, and asks more of it.
 EIGHT_RANKS = "deepspeed --num_gpus 8 ds_gpt/train.py --config ds_configs/runs/gpt_1b.yaml --deepspeed_config ds_configs/zero2.json"
-TRAINING = [SET_UP.rsplit(" && ", 1)[1], *(command for command in COMMANDS[2:] if "ds_gpt/train.py" in command and command != EIGHT_RANKS)]
+TRAINING = [SET_UP.rsplit(" && ", 1)[1], *(command for command in COMMANDS[2:] if "ds_gpt/train.py" in command)]
 WALK = [command for command in COMMANDS[2:] if "toy_" in command]
 OTHERS = [command for command in COMMANDS[2:] if command not in TRAINING + WALK]
+TRAINING.remove(EIGHT_RANKS)
 
 
 @pytest.mark.parametrize("command", TRAINING)

@@ -335,16 +335,14 @@ def main() -> None:
     """A JSON list of requests on standard input, a JSON list of traces on standard output."""
     from ds_gpt.engine.deepspeed_import import import_deepspeed
 
-    requests = json.load(sys.stdin)
-    # Each trace is a fork, because torch and DeepSpeed keep much of an engine for good. What all of them import, a second and more, is imported once.
+    # Each trace is a fork, because torch and DeepSpeed keep much of an engine for good. What all import, is imported once.
     import_deepspeed("cpu")
     import torch._dynamo
     import torch.testing._internal.distributed.fake_pg
 
     import ds_gpt.engine.engine  # noqa: F401
-
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        print(json.dumps(pool.map(_answer, requests, chunksize=1)))
+        print(json.dumps(pool.map(_answer, json.load(sys.stdin), chunksize=1)))
 
 
 if __name__ == "__main__":
