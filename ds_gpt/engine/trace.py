@@ -341,6 +341,7 @@ def main() -> None:
     import torch.testing._internal.distributed.fake_pg
 
     import ds_gpt.engine.engine  # noqa: F401
+
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         print(json.dumps(pool.map(_answer, json.load(sys.stdin), chunksize=1)))
 
