@@ -334,7 +334,6 @@ def _load(request: Request) -> Composed:
 def main() -> None:
     """A JSON list of requests on standard input, a JSON list of traces on standard output."""
     from ds_gpt.engine.deepspeed_import import import_deepspeed
-
     # Each trace is a fork, because torch and DeepSpeed keep much of an engine for good. What all import, is imported once.
     import_deepspeed("cpu")
     import torch._dynamo
