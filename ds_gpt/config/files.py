@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -59,7 +60,7 @@ class ConfigFile:
 
     path: Path
     values: dict[str, Any]
-    lines: dict[str, int] = field(default_factory=dict)
+    lines: Mapping[str, int] = field(default_factory=dict)
     overridden: frozenset[str] = frozenset()
 
     def where(self, key: str) -> str:
@@ -105,7 +106,8 @@ def _read_text(path: Path, what: str, option: str) -> str:
         raise ConfigError(Problem(f"{what} '{path}' cannot be read: {error}", fix=f"check the path given to {option}")) from None
 
 
-def _key_lines(text: str) -> dict[str, int]:
+@functools.lru_cache(maxsize=64)  # a search reads the same two files hundreds of times
+def _key_lines(text: str) -> Mapping[str, int]:
     """Line of each dotted key. JSON is read as YAML here, for its positions only."""
     lines: dict[str, int] = {}
 

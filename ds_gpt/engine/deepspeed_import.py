@@ -29,6 +29,7 @@ def import_deepspeed(device_type: str) -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
+    _import_muon_uncompiled()
     FileBaton.wait = _wait  # a method of PyTorch's, with its own patience: none
     if device_type == "cpu":
         # On a CPU init_distributed builds a C++ op for collectives in shared memory and never removes the 66 MiB
@@ -38,6 +39,22 @@ def import_deepspeed(device_type: str) -> ModuleType:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     return deepspeed
+
+
+def _import_muon_uncompiled() -> None:
+    """DeepSpeed asks of every optimizer whether it is its Muon, whose module has three functions compiled as it is imported.
+
+    That loads PyTorch's compiler on every rank, a quarter of the processor time until the first step on a CPU. ds_gpt
+    has no Muon; it would work as well without.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_decorator = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    finally:
+        compiler.compile = compile_decorator
 
 
 def _wait(baton: FileBaton) -> None:

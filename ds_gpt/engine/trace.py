@@ -334,11 +334,15 @@ def _load(request: Request) -> Composed:
 def main() -> None:
     """A JSON list of requests on standard input, a JSON list of traces on standard output."""
     from ds_gpt.engine.deepspeed_import import import_deepspeed
+    # Each trace is a fork, because torch and DeepSpeed keep much of an engine for good. What all import, is imported once.
+    import_deepspeed("cpu")
+    import torch._dynamo
+    import torch.testing._internal.distributed.fake_pg
 
-    requests = json.load(sys.stdin)
-    import_deepspeed("cpu")  # once; each trace is a fork, because torch and DeepSpeed keep much of an engine for good
+    import ds_gpt.engine.engine  # noqa: F401
+
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        print(json.dumps(pool.map(_answer, requests, chunksize=1)))
+        print(json.dumps(pool.map(_answer, json.load(sys.stdin), chunksize=1)))
 
 
 if __name__ == "__main__":

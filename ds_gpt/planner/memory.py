@@ -12,6 +12,7 @@ elements, B x T tokens, width D, G key/value heads of K channels, feed-forward w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ds_gpt.config import Composed
@@ -60,6 +61,7 @@ def memory_of(shapes: Shapes, last_stage: bool = False) -> Memory:
     return max(first, last, key=lambda memory: memory.peak.bytes)
 
 
+@functools.lru_cache(maxsize=4096)  # one setting is looked at for device after device
 def _stage(shapes: Shapes, first: bool, last: bool, in_flight: int) -> Memory:
     ledger = Ledger()
     parameters = shapes.parameters(first, last)

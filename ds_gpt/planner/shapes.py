@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -79,7 +79,7 @@ class Shapes:
     element: int
     accumulates_fp32: bool
     moments: int
-    buckets: dict[str, int]
+    buckets: dict[str, int] = field(hash=False)
     overlap: bool
     fused: bool
     offload_optimizer: bool

@@ -90,6 +90,7 @@ def test_torchrun_on_two_ranks(plain: tuple[Ended, Path], tmp_path: Path, tiny: 
 def test_the_8_gpu_command_of_the_readme(tmp_path: Path, tiny: list[str]) -> None:
     """Eight ranks, the 1B recipe, ZeRO-2; only the sizes and the corpus are others. Its prompt, "ROMEO:", is no token of this corpus."""
     files = ("--config", "ds_configs/runs/gpt_1b.yaml", "--deepspeed_config", "ds_configs/zero2.json")
+    assert " ".join(("deepspeed --num_gpus 8 ds_gpt/train.py", *files)) in (REPOSITORY / "README.md").read_text().splitlines()
     smaller = ("--set", "data.corpus=synthetic", "--set", "data.synthetic.tokens=20000")
     command = (*DEEPSPEED, "--num_gpus", 8, "ds_gpt/train.py", *files, *tiny, *smaller, "--run-dir", tmp_path / "run")
     job_folder = tmp_path / "elsewhere"

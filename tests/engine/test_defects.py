@@ -6,6 +6,7 @@ Where DeepSpeed mends one, its first test fails and names what can be removed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import math
@@ -522,7 +523,7 @@ def test_one_rank_sums_nothing(stage: int) -> None:
     assert run_ranks(1, sums_of_one_step, tiny(f"zero{stage}", 1)) == [0]
 
 
-# ---- The C++ op for shared memory -------------------------------------------------------------------------------------
+# ---- The C++ op for shared memory, and the compiler for Muon ---------------------------------------------------------
 
 TRAIN_ALONE = """
 import json, os, sys
@@ -532,12 +533,24 @@ from tiny import tiny, train_curve
 ranks = Ranks.from_environment()
 ranks.connect()
 json.dump(train_curve(ranks, tiny("zero2_offload", 1), 2), sys.stdout)
+assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules and "torch._inductor.compile_fx" not in sys.modules
 ranks.disconnect()
 """
 
 
 def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "deepspeed" in name}
+
+
+def test_deepspeed_has_functions_of_muon_compiled_whatever_the_optimizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the module is imported, of which this is a second copy; `deepspeed.initialize` imports it."""
+    from deepspeed.runtime import compiler
+
+    decorated: list[str] = []
+    monkeypatch.setattr(compiler, "compile", lambda: lambda function: decorated.append(function.__name__) or function)
+    spec = importlib.util.find_spec("deepspeed.runtime.zero.muon.original_muon")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "zeropower_via_newtonschulz5" in decorated, mended("_import_muon_uncompiled in ds_gpt/engine/deepspeed_import.py")
 
 
 def test_nothing_is_compiled_or_left_in_shared_memory(tmp_path: Path) -> None:
@@ -559,6 +572,7 @@ def test_nothing_is_compiled_or_left_in_shared_memory(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "nor is the compiler loaded"
     assert all(len(json.loads(output)) == 2 for output in outputs), outputs
     assert [sorted(cache.rglob("*")) for cache in caches] == contents
     assert shared_memory() <= before

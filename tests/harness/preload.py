@@ -8,8 +8,7 @@ from ds_gpt.engine.deepspeed_import import import_deepspeed  # noqa: E402
 
 import_deepspeed("cpu")
 
-# What deepspeed.initialize imports on first use.
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402,F401
+# What an optimizer imports on first use, and what a rank that compiles does.
 import torch._dynamo  # noqa: E402,F401
 import torch._inductor.compile_fx  # noqa: E402,F401
 import torch.utils.tensorboard  # noqa: E402,F401

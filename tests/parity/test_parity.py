@@ -35,7 +35,9 @@ def test_clipping_bites_on_some_steps_and_not_on_others(optimizer: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_reproduces_plain_pytorch(stage: int, world_size: int) -> None:
-    cases = list(itertools.product(["adamw", "sgd"], [1, 4], [None, "full"]))
+    """Half of the eight cases, in which every pair of settings occurs; at the next world size and the next stage the other half."""
+    places = [case for case in itertools.product(range(2), repeat=3) if (sum(case) + stage + world_size // 2) % 2 == 0]
+    cases = [(("adamw", "sgd")[optimizer], (1, 4)[steps], (None, "full")[policy]) for optimizer, steps, policy in places]
     found = curves(world_size, f"zero{stage}", [overrides(*case) for case in cases], [case[0] for case in cases])
     differences = {case: worst(curve, reference(case[0])) for case, curve in zip(cases, found, strict=True)}
     assert max(differences.values()) < FP32_TOLERANCE, differences

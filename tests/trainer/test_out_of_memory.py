@@ -232,7 +232,7 @@ def test_a_model_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_it_is_said_once_under_the_launcher(tmp_path: Path) -> None:
-    ended = out_of_memory(tmp_path, (*DEEPSPEED, "--num_gpus", 2), "batch.global_batch_size=512")
+    ended = out_of_memory(tmp_path, (*DEEPSPEED, "--num_gpus", 2), "model.width=64", "batch.global_batch_size=4096")
     assert "on rank 0 of 2" in ended.err and "rank 1:" not in ended.err
 
 
