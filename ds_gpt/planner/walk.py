@@ -137,12 +137,12 @@ class Walk:
             self.ledger.give(ACTIVATIONS, self.r + (self.mask if self.frozen else 0))
 
     def _make_masks(self) -> int:
-        """Bytes of what says, for each sequence, what its tokens see; made of as many bools, more than once."""
+        """Bytes of what says, for each sequence, what its tokens see; made of as many bools."""
         if not self.shapes.task.masked:
             return 0
         seen = self.shapes.rows * self.shapes.context**2
-        self.ledger.take(ACTIVATIONS, (self.shapes.element + 2) * seen)
-        self.ledger.give(ACTIVATIONS, 2 * seen)
+        self.ledger.take(ACTIVATIONS, (self.shapes.element + 1) * seen)
+        self.ledger.give(ACTIVATIONS, seen)
         return self.shapes.element * seen
 
     def _heads(self) -> int:
