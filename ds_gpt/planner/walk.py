@@ -12,29 +12,17 @@ from ds_gpt.planner.shapes import Parameter, Shapes, block_places
 from ds_gpt.planner.zero import GRADIENTS, WEIGHTS, Sharding
 
 
-def constants(shapes: Shapes) -> int:
-    """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
-    model, element, task = shapes.model, shapes.element, shapes.task
-    mask = element * shapes.context**2 if _masked(shapes) and not task.masked else 0
-    own = (shapes.rows if task.own_positions else 1) * shapes.context // shapes.sequence  # positions of this rank's tokens
-    return mask + (2 * element * own * model.head_width if model.positions == "rotary" else 0)
-
-
-def _masked(shapes: Shapes) -> bool:
-    window = shapes.model.sliding_window
-    return shapes.task.masked or (window is not None and window < shapes.context)
-
-
 class Walk:
     """The pass. Sizes in bytes: `r` of the residual stream, `x` of what the matrices read of it, `q` of this rank's queries, `y` of its
     keys, `h` of its hidden units."""
 
-    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, first: bool, last: bool) -> None:
+    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, stage: int) -> None:
         self.shapes, self.parameters, self.ledger, self.zero = shapes, parameters, ledger, zero
-        self.first, self.last = first, last
+        self.first, self.last = stage == 0, stage == shapes.pipeline - 1
         model, element, trainer, tensor = shapes.model, shapes.element, shapes.trainer, shapes.tensor
         spread = tensor if trainer.norms_parallel else 1
         self.r = (4 if trainer.autocast else element) * shapes.tokens * model.width // spread
+        self.received = 0 if self.first or trainer.states else self.r  # from the stage before, of which DeepSpeed makes a copy to compute with
         self.x = element * shapes.tokens * model.width // spread
         self.q = element * shapes.tokens * model.width // tensor
         self.y = element * shapes.tokens * model.key_heads * model.head_width // tensor
@@ -56,23 +44,24 @@ class Walk:
         self.copies = Copies(ledger, element, trainer, model.dropout > 0)
         # At ZeRO 0 and 1 gradients wait; where they were accumulated before, each new one is added in place and freed.
         self.in_place = accumulated and shapes.stage <= 1
-        self.blocks = -(-model.layers // shapes.pipeline)
-        self.start = (2 if model.positions == "learned" else 1) if first else 0  # parameters before the first block
+        self.start = (2 if model.positions == "learned" else 1) if self.first else 0  # parameters before the first block
         self.maps: list[Maps] = []
         end = self.start
-        for places in block_places(model, tensor, shapes.task, self.blocks):
+        for places in block_places(model, tensor, shapes.task, shapes.blocks(stage)):
             moved = {name: range(end + place.start, end + place.stop) for name, place in places.items()}
             self.maps.append(Maps(shapes, ledger, moved, self._complete))
             end = moved["down.B" if "down.B" in moved else "down"].stop
         self.tail = range(end, len(parameters))
         self.frozen = shapes.task.adapts
-        self.tied = model.tied_head and first and shapes.task.loss != "reward"  # otherwise this stage's head has a matrix of its own
+        self.tied = model.tied_head and self.first and shapes.task.loss != "reward"  # otherwise this stage's head has a matrix of its own
         self.head_trained = not self.frozen or shapes.task.loss == "reward"
         self.head_reads = self.x if self.head_trained or self.maps[0].stays or shapes.task.loss == "answers" else 0
 
     def micro_step(self, in_flight: int, last: bool) -> None:
         """Forward, loss, backward; `in_flight` micro-batches have gone forward when the first goes back."""
-        ledger, before = self.ledger, self.ledger.held[ACTIVATIONS]
+        ledger = self.ledger
+        ledger.take(ACTIVATIONS, self.received)  # DeepSpeed's buffer for it
+        before = ledger.held[ACTIVATIONS]
         cast = self.shapes.element * sum(parameter.elements for parameter in self.parameters) if self.shapes.trainer.autocast else 0
         ledger.take(WEIGHTS, cast)
         self._embed()
@@ -93,7 +82,7 @@ class Walk:
             self._backward(maps)
             self.zero.release(*self._span(maps))
         self._backward_of_embedding()
-        ledger.give(ACTIVATIONS, others + masks)
+        ledger.give(ACTIVATIONS, others + masks + self.received)
         ledger.give(WEIGHTS, cast)
         self.zero.reduce(last)
         ledger.end("backward")
@@ -126,7 +115,7 @@ class Walk:
 
     def _embed(self) -> None:
         if not self.first:
-            self.ledger.take(ACTIVATIONS, self.r)  # from the stage before
+            self.ledger.take(ACTIVATIONS, self.r + self.received)
             return
         self.zero.gather(0, self.start)
         learned = self.r + self.r // (1 if self.shapes.task.own_positions else self.shapes.rows) if self.start == 2 else 0
@@ -150,7 +139,7 @@ class Walk:
         q, y, model = self.q, self.y, self.shapes.model
         projected, grouped = q + 2 * y, model.key_heads < model.heads
         rotary, exchanged = model.positions == "rotary", self.shapes.sequence > 1
-        if _masked(self.shapes) and grouped:  # keys and values are repeated, so the projection's are not kept
+        if self.shapes.masked and grouped:  # keys and values are repeated, so the projection's are not kept
             kept = 3 * q
         elif exchanged:  # what came from the other ranks
             kept = q + 2 * y
@@ -159,7 +148,7 @@ class Walk:
         else:
             kept = q if grouped else 0  # queries are a copy where they are not evenly spaced
         statistics = 2 * self.shapes.element * self.shapes.tokens * (model.heads + model.key_heads) // self.shapes.tensor
-        needed = model.qk_norm or not (rotary or exchanged or (_masked(self.shapes) and grouped))
+        needed = model.qk_norm or not (rotary or exchanged or (self.shapes.masked and grouped))
         return kept + (projected if needed else 0) + (statistics if model.qk_norm else 0)
 
     def _attention_kept(self, maps: Maps) -> int:
@@ -335,6 +324,7 @@ class Walk:
         ledger = self.ledger
         ledger.give(BACKWARD, self.r)
         if not self.first:
+            ledger.give(ACTIVATIONS, self.received)
             return
         ledger.give(ACTIVATIONS, 0 if self.frozen else self.mask)
         tokens = self.parameters[0]
