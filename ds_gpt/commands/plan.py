@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many of them (default: 8)")
     for name, what in (("tensor", "that share each matrix"), ("pipeline", "that share the blocks"), ("sequence", "that share each sequence")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"devices {what} (default: the run's parallel.{name})")
-    parser.add_argument("--search", action="store_true", help="also over tensor, pipeline and sequence degrees, and over the devices whose price is known")
+    parser.add_argument("--search", action="store_true", help="also over the devices whose price is known and, unless some are given, over tensor, pipeline and sequence degrees")
     parser.add_argument("--price", type=float, metavar="X", help="USD of one device for an hour (default: the list price, where one is known)")
     parser.add_argument("--why", action="store_true", help="explain each setting that does not fit")
     parser.add_argument("--trace", action="store_true", help="also run the real engine on fake tensors for the recommended setting: exact, takes a while")

@@ -130,7 +130,7 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     cost = f", {dollars} USD at {price:g} a device and hour" if price is not None else ""
     yield f"  {steps:,} steps: {training_s / unit_s:.1f} {unit} (between {shortest:.1f} and {longest:.1f}){cost}"
     kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
-    host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
+    host = f"; {_sized(best.memory.host_bytes)} of host memory for each device" if best.memory.host_bytes else ""
     unit, unit_bytes = _size_unit(best.memory.peak.bytes)
     yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / unit_bytes:.2f}" for kind, size in kinds if size > 0.005 * unit_bytes) + f" {unit}{host}"
     least, most = (_sized(size) for size in best.needed_bytes)
