@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ds_gpt.planner.copies import ACTIVATIONS, BACKWARD, LOGITS, Copies
@@ -234,10 +234,13 @@ class Walk:
     def _weight_gradient(self, elements: int) -> None:
         self.ledger.take(GRADIENTS, elements * self.zero.fresh)
 
-    def _complete(self, indices: range) -> None:
-        """Gradients of these parameters are made, and ready."""
-        for parameter in filter(attrgetter("trained"), self.parameters[indices.start : indices.stop]):
+    def _complete(self, indices: range, free: Callable[[], None] = lambda: None) -> None:
+        """Gradients of these parameters are made at once, and ready one after another, a bias before its matrix."""
+        trained = list(filter(attrgetter("trained"), self.parameters[indices.start : indices.stop]))
+        for parameter in trained:
             self._weight_gradient(parameter.elements)
+        free()
+        for parameter in reversed(trained):
             self._made(parameter)
 
     def _made(self, parameter: Parameter) -> None:
@@ -265,20 +268,14 @@ class Walk:
         dropped = x if self.mask else 0
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        maps.backward("down", x, h)
-        ledger.give(BACKWARD, dropped)
-        ledger.give(ACTIVATIONS, maps.reads(h, "down"))
+        maps.backward("down", x, h, dropped, maps.reads(h, "down"))
         self._backward_of_activation(maps)
-        ledger.give(ACTIVATIONS, maps.reads(x, *(("gate", "up") if self.gated else ("up",))))
         self._backward_of_norm(maps.places["feed_forward_norm"])
         ledger.give(ACTIVATIONS, self.r + self.statistics)
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        maps.backward("out", x, self.q)
-        ledger.give(BACKWARD, dropped)
-        ledger.give(ACTIVATIONS, self.exchanged)
+        maps.backward("out", x, self.q, dropped, self.exchanged)
         self._backward_of_attention(maps)
-        ledger.give(ACTIVATIONS, maps.reads(x, "qkv"))
         self._backward_of_norm(maps.places["attention_norm"])
         leftover = x if self.shapes.policy == "selective" and not self.mask else 0  # the last projection's kept result
         ledger.give(ACTIVATIONS, self.r + self.statistics + leftover)
@@ -290,13 +287,12 @@ class Walk:
             ledger.take(BACKWARD, 2 * h)  # the product's two factors
             ledger.give(BACKWARD, h)
             ledger.give(ACTIVATIONS, self.around - 2 * h)
-            maps.backward("up", h, x)
-            ledger.give(BACKWARD, h)
+            maps.backward("up", h, x, h, 0)
         ledger.take(BACKWARD, h)  # SiLU or GELU
         ledger.give(BACKWARD, h)
         ledger.give(ACTIVATIONS, h)
-        maps.backward("gate" if self.gated else "up", h, x)
-        ledger.give(BACKWARD, h + (x if self.gated else 0))
+        maps.backward("gate" if self.gated else "up", h, x, h, maps.reads(x, *(("gate", "up") if self.gated else ("up",))))
+        ledger.give(BACKWARD, x if self.gated else 0)
 
     def _backward_of_norm(self, place: range) -> None:
         """The gradient of its input, added to the one that went past."""
@@ -317,8 +313,7 @@ class Walk:
         ledger.take(BACKWARD, q + 2 * y)  # stacked
         ledger.give(ACTIVATIONS, self._heads() + q + self.log_sum)
         ledger.give(BACKWARD, q + 2 * y)
-        maps.backward("qkv", q + 2 * y, self.x)
-        ledger.give(BACKWARD, q + 2 * y)
+        maps.backward("qkv", q + 2 * y, self.x, q + 2 * y, maps.reads(self.x, "qkv"))
 
     def _backward_of_embedding(self) -> None:
         ledger = self.ledger
