@@ -42,6 +42,7 @@ OPTIONS = {
     "kv_heads": ("model.kv_heads=2",),
     "swiglu": ("model.ffn=swiglu",),
     "qk_norm": ("model.qk_norm=true",),
+    "qk_norm bucket": ("model.qk_norm=true", "zero_optimization.reduce_bucket_size=100000"),
 }
 # name of the model and of the options, stage, policy, precision, system
 OPTION_CASES = (
@@ -49,6 +50,7 @@ OPTION_CASES = (
     ("deep", "llama", 3, "null", "bf16", 0), ("wide", "llama", 2, "null", "bf16", 1), ("long", "llama qk_norm", 1, "null", "bf16", 0),
     ("long", "llama window", 2, "null", "fp32", 0), ("long", "rotary", 0, "null", "fp32", 1), ("long", "kv_heads", 0, "null", "fp32", 0),
     ("long", "swiglu", 0, "full", "bf16", 0), ("long", "qk_norm", 2, "null", "bf16", 0),
+    ("long", "qk_norm bucket", 2, "full", "fp32", 0), ("long", "qk_norm bucket", 2, "full", "fp32", 1),
 )  # fmt: skip
 # the same of LONG
 LONG_CASES = (
