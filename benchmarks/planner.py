@@ -1,6 +1,6 @@
 """The planner against runs that others published: memory, throughput, whether they fit, and how they scale.
 
-``reference/published_runs.csv`` holds the rows with their sources; ``reference/published_runs_left_out.csv`` those of the same collection
+``reference/published_runs.csv`` holds the rows with their sources; ``reference/published_runs_left_out.csv`` those
 that the planner cannot be asked for, each with the reason. Each row is predicted with the set-up of its own software
 (``trainers_published.py``): what is kept of logits, scores, weights and gradients, documented once for a trainer, never for a row.
 
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainers_published import TRAINERS
+from benchmarks.trainers_published import REDUCES_AFTERWARDS, TRAINERS
 from ds_gpt.config import ModelConfig
 from ds_gpt.planner.clock import Constants
 from ds_gpt.planner.devices import DEVICES, GIB, Device
@@ -41,8 +41,13 @@ _GRID = {
 }
 # The guesses before any fit: a fit of one half must not start from constants that the other half has shaped.
 _START = Constants(matrix=0.80, half_size=96.0, attention=0.50, bandwidth=0.75, launch_s=6e-6, link=0.70, hidden=0.75)
+# By the memory that a row states. Those with 16 GB are of one cluster, which has one 100 Gbit/s network for the eight of a node.
+_DEVICES = {
+    "": DEVICES["a100-80gb"], "80": DEVICES["a100-80gb"], "40": DEVICES["a100-40gb"], "16": replace(DEVICES["v100-16gb"], network=12.5e9 / 8),
+}  # fmt: skip
 _LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "ffn": "swiglu", "bias": False, "tied_head": False}
 GOALS = {"memory": (0.06, 0.15), "throughput": (0.10, 0.25)}  # of absolute errors: median, 90th percentile
+SCALING_GOAL = 0.03  # from 1 to 8 GPUs: difference of efficiencies
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,11 @@ class Published:
         """What the planner says of the rank that was measured."""
         return memory_of(self.shapes, last_stage=self.measured.endswith("last rank"))
 
+    @property
+    def on_v100(self) -> bool:
+        """Whether it ran on V100s: in 2020 and 2021, by the software of that time."""
+        return self.device.key.startswith("v100")
+
     def memory_error(self, cached: float = CACHED) -> float:
         """Predicted over published peak, less one; `cached`: share beyond what is allocated, where the device's memory was read."""
         assert self.peak_bytes
@@ -91,6 +101,42 @@ class Published:
         """The share that would have been right."""
         assert self.peak_bytes
         return (self.peak_bytes - around_bytes(self.shapes.devices)) / self.memory().peak.bytes - 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two published runs that differ in the number of GPUs alone.
+
+    Attributes:
+        few: the run on fewer.
+        many: the run on more.
+    """
+
+    few: Published
+    many: Published
+
+    @property
+    def published(self) -> float:
+        """Throughput of a GPU among many, over that of one among few."""
+        return self.many.tokens_per_s / self.few.tokens_per_s
+
+    @property
+    def predicted(self) -> float:
+        """The same by the planner."""
+        few, many = (speed_of(run.shapes, run.device).tokens_per_s / run.shapes.devices for run in (self.few, self.many))
+        return many / few
+
+    @property
+    def miss(self) -> float:
+        """By how much the prediction is off, as a share."""
+        return abs(self.predicted - self.published)
+
+    @property
+    def reach(self) -> str:
+        """Which of the report's groups it belongs to."""
+        if self.many.shapes.devices > self.many.device.per_node:
+            return "to other nodes"
+        return "from 1 to 8 GPUs" if (self.few.shapes.devices, self.many.shapes.devices) == (1, 8) else "otherwise in a node"
 
 
 def published() -> list[Published]:
@@ -125,7 +171,7 @@ def _read(row: dict[str, str]) -> Published:
     precision = row["precision"]
     shapes = Shapes(
         model, int(row["zero_stage"] or 0), ranks, number["micro_batch"], steps, "full" if row["act_ckpt"] == "full" else None, precision,
-        4 if precision == "fp32" else 2, precision == "bf16", 2, buckets, not row["trainer"].startswith("megatron"), True, False, False,
+        4 if precision == "fp32" else 2, precision == "bf16", 2, buckets, row["trainer"] not in REDUCES_AFTERWARDS, True, False, False,
         tensor=number["tensor"], pipeline=number["pipeline"], trainer=TRAINERS[row["trainer"]],
     )  # fmt: skip
     size = re.search(r"(\d+)([mb])", row["model"].lower()) if row["model"].lower().startswith("mpt") else None
@@ -133,7 +179,7 @@ def _read(row: dict[str, str]) -> Published:
     name = f"{row['model']}{split} context {number['seqlen']} micro {number['micro_batch']} ZeRO {row['zero_stage'] or 0} on {number['num_gpus']} x {row['gpu_mem_gb'] or 'A100'} GB"
     peak = float(row["peak_gib"]) * GIB if row["peak_gib"] else None
     billions = int(size[1]) * (1 if size[2] == "b" else 1e-3) if size else None
-    device = DEVICES["a100-40gb" if row["gpu_mem_gb"] == "40" else "a100-80gb"]
+    device = _DEVICES[row["gpu_mem_gb"]]
     return Published(name, row["trainer"], billions, shapes, device, float(row["tok_s_per_gpu"]), peak, row["peak_kind"], row["speed_unfit"])
 
 
@@ -165,11 +211,12 @@ def held_out() -> tuple[list[tuple[Published, float]], list[Constants]]:
 @cache
 def memory_held_out() -> tuple[list[tuple[Published, float]], list[float]]:
     """Every peak's error, and the two fits of the only constant, the share that is cached: by the median of every second row that has it, for
-    the rows in between."""
+    the rows in between. What allocators of 2020 and 2021 kept of a V100's 16 GB shapes neither; there the fits' mean is the share."""
     runs = [run for run in published() if run.peak_bytes]
-    devices = [run for run in runs if run.measured == "device"]
-    shares = [statistics.median(run.cached() for run in devices[half::2]) for half in (0, 1)]
-    return [(run, run.memory_error(shares[1 - devices.index(run) % 2]) if run in devices else run.memory_error()) for run in runs], shares
+    fitted = [run for run in runs if run.measured == "device" and not run.on_v100]
+    shares = [statistics.median(run.cached() for run in fitted[half::2]) for half in (0, 1)]
+    for_v100 = statistics.mean(shares)
+    return [(run, run.memory_error(shares[1 - fitted.index(run) % 2] if run in fitted else for_v100)) for run in runs], shares
 
 
 def median_and_p90(errors: Iterable[float]) -> tuple[float, float]:
@@ -178,18 +225,14 @@ def median_and_p90(errors: Iterable[float]) -> tuple[float, float]:
     return statistics.median(sizes), sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
 
 
-def scaling(runs: Sequence[Published]) -> list[tuple[str, float, float]]:
-    """Runs that differ in the number of GPUs alone: which, and the published and predicted throughput of a GPU of the larger over the smaller."""
+def scaling(runs: Sequence[Published]) -> list[Pair]:
+    """Runs that differ in the number of GPUs alone, each with the one on fewest; from one GPU first, few before many."""
     groups: dict[object, list[Published]] = {}
     for run in runs:
-        kind = (run.family, run.billions, run.device.key, str(replace(run.shapes, ranks=0, accumulation=0, buckets={})))
+        kind = (run.family, run.billions, run.device.key, str(replace(run.shapes, ranks=0, buckets={})))
         groups.setdefault(kind, []).append(run)
-    result = []
+    pairs = []
     for group in groups.values():
-        smallest = min(group, key=lambda run: run.shapes.devices)
-        for run in group:
-            if run.shapes.devices > smallest.shapes.devices and run.shapes.accumulation == smallest.shapes.accumulation:
-                predicted = [speed_of(each.shapes, each.device).tokens_per_s / each.shapes.devices for each in (run, smallest)]
-                name = f"{smallest.name} -> {run.shapes.devices}"
-                result.append((name, run.tokens_per_s / smallest.tokens_per_s, predicted[0] / predicted[1]))
-    return result
+        few = min(group, key=lambda run: run.shapes.devices)
+        pairs += [Pair(few, run) for run in group if run.shapes.devices > few.shapes.devices]
+    return sorted(pairs, key=lambda pair: (pair.few.shapes.devices, pair.many.shapes.devices))

@@ -131,11 +131,12 @@ def _task(run: dict[str, Any]) -> list[str]:
 
 
 def label(record: Record) -> str:
-    """A case in words: what, on how many ranks; the micro-batch where its name has it."""
+    """A case in words: what, on how many ranks; the micro-batch or the global batch where its name has it."""
     ranks = record["definition"]["ranks"]
-    micro = f", micro-batch {record['definition']['micro_batch']}" if "-mb" in record["case"] else ""
+    sizes = {"-mb": f", micro-batch {record['definition']['micro_batch']}", "-b": f", batch {record['definition']['global_batch']}"}
+    size = "".join(words for mark, words in sizes.items() if re.search(rf"{mark}\d", record["case"]))
     kind = next((f"{word}: " for word in ("weak", "strong") if record["case"].startswith(word)), "")
-    return f"{kind}{_configuration(record)}{micro}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{kind}{_configuration(record)}{size}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def findings(group: Sequence[Record]) -> str:

@@ -21,6 +21,8 @@ class Constants:
         launch_s: least time of a kernel, as PyTorch launches them one by one.
         link: of a link's bandwidth, for NCCL's collectives.
         hidden: share of the backward pass under which ZeRO 2 and 3 can hide communication.
+        contention: seconds that computation loses for a second of communication beside it. Not fitted: NCCL's 24 channels on 8 A100 (the log
+            in NVIDIA/nccl-tests issue 100) take as many of 108 multiprocessors; arXiv:2507.03114 states 18.9% on average.
         host_adam: parameters a second that the host's Adam updates for one rank (offload). A guess: no published run here offloads.
     """
 
@@ -31,6 +33,7 @@ class Constants:
     launch_s: float = 15e-6
     link: float = 0.70
     hidden: float = 0.75
+    contention: float = 0.20
     host_adam: float = 2e8
 
 
@@ -50,6 +53,7 @@ class Clock:
         parameters = shapes.parameters(stage)
         self.parameters = sum(parameter.elements for parameter in parameters)
         self.trained = sum(parameter.elements for parameter in parameters if parameter.trained)
+        self.embedding = sum(parameter.elements for parameter in parameters if parameter.name in ("tokens", "positions"))
         self.forward_s = self.backward_s = 0.0
         self.blocks = shapes.blocks(stage)
         self.parts = self._compute(has_head=stage == shapes.pipeline - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_gpt.planner.clock import Constants
+from ds_gpt.planner.clock import Clock, Constants
 from ds_gpt.planner.devices import Device
 from ds_gpt.planner.shapes import Shapes
 
@@ -59,3 +59,22 @@ class Network:
             return 2 * reduced * shapes.accumulation, once
         limit = min(shapes.buckets["stage3_max_live_parameters"], shapes.buckets["stage3_max_reuse_distance"])
         return reduced * shapes.accumulation, whole * shapes.accumulation * (1 if parameters <= limit else 2)
+
+    def exposed(self, reduced: float, gathered: float, clock: Clock) -> float:
+        """Seconds that reducing and gathering add to an optimizer step: what computation does not hide, and what hiding the rest costs it.
+
+        Gradients are reduced as they become ready (Li et al. 2020, section 3.2.3). The embedding's are when the backward pass is over, and in
+        stage 3 its weights are needed before the forward pass begins: neither has anything to hide behind. Where gradients are reduced once
+        for all micro-steps, only the last one hides it.
+        """
+        shapes, constants, states = self.shapes, self.constants, self.shapes.trainer.states
+        if shapes.shards == 1:
+            return 0.0
+        # DistributedDataParallel copies gradients into its buckets and back: both are read and written.
+        copies = 4 * states.buckets * clock.trained / clock.bandwidth if states else 0.0
+        if not (shapes.overlap and (shapes.stage >= 2 or states)):
+            return reduced + gathered + copies
+        micro_steps = shapes.accumulation if shapes.stage >= 2 else 1
+        room = constants.hidden * micro_steps * (clock.backward_s + (clock.forward_s if shapes.stage == 3 else 0))
+        hideable = (reduced + (gathered if shapes.stage == 3 else 0)) * (1 - clock.embedding / clock.parameters)
+        return copies + reduced + gathered - (1 - constants.contention) * min(hideable, room)

@@ -21,7 +21,7 @@ from ds_gpt.planner.vocabulary import settled
 _CONTEXT_BYTES, _NCCL_BYTES = int(0.6 * 2**30), int(0.6 * 2**30)
 _FRAGMENTS = (0.02, 0.08)
 # What the driver shows beyond what is allocated: a caching allocator keeps what was freed, and gives it back only when it must. The median of
-# published runs whose memory was read off the device (``python -m benchmarks planner``).
+# published runs whose memory was read off an A100 (``python -m benchmarks planner``).
 CACHED = 0.16
 _AS_FAST = 0.98
 HOST = "host memory"

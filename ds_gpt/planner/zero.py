@@ -101,7 +101,7 @@ class Plain(Sharding):
         self.gathered: list[int] = []
         self.kept = states.gradients * (shard if stage >= 2 else self.elements)
         self.ledger.take(WEIGHTS, states.weights * (shard if stage >= 3 else self.elements))
-        self.ledger.take(BUCKETS, states.buckets * self.elements)
+        self.ledger.take(BUCKETS, states.buckets * self.elements if self.shapes.ranks > 1 else 0)
         self.ledger.take(MOMENTS, states.optimizer * (shard if stage >= 1 else self.elements))
         self.ledger.take(GRADIENTS, self.kept if states.lasting else 0)
 

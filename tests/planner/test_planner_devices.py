@@ -19,7 +19,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_the_devices_of_the_plan_are_there() -> None:
-    wanted = {"a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "h100", "h100-pcie", "h200", "b200", "mi250", "mi300x", "rtx-4090", "v100", "cpu"}
+    wanted = {"a100-40gb", "a100-80gb", "a100-40gb-pcie", "a100-80gb-pcie", "h100", "h100-pcie", "h200", "b200", "mi250", "mi300x", "rtx-4090", "v100-16gb", "v100", "cpu"}
     assert wanted <= set(DEVICES)
 
 

@@ -10,12 +10,16 @@ from traced_cases import CONFIGS
 
 from ds_gpt.config import ConfigError, load
 from ds_gpt.planner.devices import DEVICES, device_named
+from ds_gpt.planner.memory import memory_of
 from ds_gpt.planner.search import candidates, recommended
 from ds_gpt.planner.shapes import Shapes
 from ds_gpt.planner.speed import Constants, speed_of
+from ds_gpt.planner.trainers import PLAIN_DDP
 
 A100 = device_named("a100-40gb")
 RUN = str(CONFIGS / "runs" / "gpt_1b.yaml")
+assert PLAIN_DDP.states
+NO_COPIES = replace(PLAIN_DDP, states=replace(PLAIN_DDP.states, buckets=0))
 
 
 def shapes(stage: int = 2, ranks: int = 8, *overrides: str) -> Shapes:
@@ -50,6 +54,35 @@ def test_two_nodes_are_at_most_twice_as_fast_and_one_gpu_waits_for_nobody() -> N
 def test_accumulation_multiplies_what_zero_2_sends() -> None:
     once, four = (speed_of(replace(shapes(2), accumulation=steps), A100).communication_s for steps in (1, 4))
     assert four / once == pytest.approx((2 * 4 + 1) / (2 + 1))
+
+
+def test_the_embedding_has_nothing_to_hide_behind_and_hiding_the_rest_costs_a_fifth() -> None:
+    run = replace(shapes(0), overlap=True, trainer=NO_COPIES)
+    speed, parameters = speed_of(run, A100), run.parameters()
+    last = sum(each.elements for each in parameters if each.name in ("tokens", "positions")) / sum(each.elements for each in parameters)
+    assert last > 0.003 and speed.parts["communication"] / speed.communication_s == pytest.approx(last + 0.20 * (1 - last))
+    after = speed_of(replace(run, overlap=False), A100)
+    assert after.parts["communication"] == pytest.approx(after.communication_s) == pytest.approx(speed.communication_s)
+
+
+def test_copies_into_buckets_and_back_cost_two_passes_of_each() -> None:
+    with_copies, without = (replace(shapes(0), trainer=trainer) for trainer in (PLAIN_DDP, NO_COPIES))
+    gradients = 4 * sum(parameter.elements for parameter in without.parameters())
+    more = speed_of(with_copies, A100).step_s - speed_of(without, A100).step_s
+    assert more == pytest.approx(4 * gradients / (A100.bandwidth * Constants().bandwidth))
+    alone = replace(with_copies, ranks=1)
+    assert speed_of(alone, A100).parts["communication"] == 0
+    assert memory_of(with_copies).peak.bytes - memory_of(alone).peak.bytes == gradients
+
+
+def test_gradients_that_are_reduced_once_hide_behind_the_last_micro_step_alone() -> None:
+    slow = replace(A100, link=A100.link / 50)
+    run = replace(shapes(0), overlap=True, trainer=NO_COPIES)
+    once, four = (speed_of(replace(run, accumulation=steps), slow).parts["communication"] for steps in (1, 4))
+    assert once == pytest.approx(four)
+    every = replace(run, stage=3)  # gathers and reduces in each
+    once, four = (speed_of(replace(every, accumulation=steps), slow).parts["communication"] for steps in (1, 4))
+    assert four == pytest.approx(4 * once)
 
 
 def test_the_recommendation_fits_and_is_not_a_higher_stage_for_nothing() -> None:
