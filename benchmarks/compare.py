@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two sides and the thresholds."""
     parser.add_argument("before", type=Path, metavar="A", help="a record, or a folder of records")
     parser.add_argument("after", type=Path, metavar="B", help="the same, measured later")
-    parser.add_argument("--threshold", type=float, default=0.95, help="fail where B's tokens/s are below this share of A's (default: 0.95)")
-    parser.add_argument("--memory-threshold", type=float, default=1.05, help="fail where B's peak memory is above this multiple of A's (default: 1.05)")
+    parser.add_argument("--threshold", type=_share, default=0.95, help="fail where B's tokens/s are below this share of A's (default: 0.95)")
+    parser.add_argument("--memory-threshold", type=_share, default=1.05, help="fail where B's peak memory is above this multiple of A's (default: 1.05)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,13 +70,14 @@ def _compare(before: Record, after: Record, threshold: float, memory_threshold: 
 
 
 def _read(path: Path) -> dict[str, Record]:
-    if path.is_dir():
-        records = read(path)
-    else:
-        try:
-            records = [json.loads(path.read_text())]
-        except (OSError, ValueError) as error:
-            raise ConfigError(Problem(f"'{path}' is no record: {error}", fix="give a JSON file of benchmarks/records/SUITE, or that folder")) from None
-    if not records or any("definition" not in record for record in records):
+    records = read(path)
+    if not records:
         raise ConfigError(Problem(f"'{path}' holds no record of a suite's case", fix="give a JSON file of benchmarks/records/SUITE, or that folder"))
     return {record["case"]: record for record in records}
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < math.inf:  # against NaN nothing would ever be worse
+        raise ValueError
+    return share

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import shlex
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ds_gpt.config import ConfigError, Problem
 from ds_gpt.trainer.run_folder import git_commit
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -52,11 +55,29 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def save(path: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all: an interrupted suite goes on from what is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a record whole or not at all: an interrupted suite goes on from what is there.
+
+    Raises:
+        ConfigError: it cannot be written; what was there before still is.
+    """
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(_compact(json.dumps(record, indent=2)) + "\n")
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(_compact(json.dumps(record, indent=2)) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(Problem(f"the record '{path}' cannot be written: {error.strerror}", "records before it are kept", "mend that, then run the same again")) from None
+
+
+def require_writable(folder: Path) -> None:
+    """Raise ConfigError where records cannot be written into the folder: before the first is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(Problem(f"records cannot be written into '{folder}': {error.strerror}", fix="choose another folder with --records")) from None
 
 
 def _compact(text: str) -> str:
@@ -64,9 +85,22 @@ def _compact(text: str) -> str:
     return re.sub(r"\[\s+([-+0-9.eE,\s]+?)\s+\]", lambda match: "[" + re.sub(r"\s+", " ", match[1]) + "]", text)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """One record. Raises ConfigError where the file is none, say half of one, or with the marks of a merge."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    else:
+        if isinstance(record, dict):
+            return record
+        reason = f"a {type(record).__name__}"
+    raise ConfigError(Problem(f"'{path}' is no record: {reason}", "nothing is left out in silence", "restore it, or delete it and measure again"))
+
+
 def read_all(folder: Path) -> dict[str, dict[str, Any]]:
     """All records of a folder, by case."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    records = [read(path) for path in sorted(folder.glob("*.json"))]
     return {record["case"]: record for record in records}
 
 

@@ -38,13 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write(folder: Path, predict: Predict = predict_record) -> None:
-    """Write both forms of the report into the folder. Raises ConfigError where it holds no records."""
+    """Write both forms of the report into the folder. Raises ConfigError where it holds no records, or cannot be written to."""
     records = read(folder)
     if not records:
         raise ConfigError(Problem(f"'{folder}' holds no records of a suite", fix="run one first: python -m benchmarks --suite cpu"))
     sections = list(build(records, predict))
-    (folder / "report.md").write_text(markdown(sections), encoding="utf-8")
-    (folder / "report.html").write_text(page(sections), encoding="utf-8")
+    try:
+        (folder / "report.md").write_text(markdown(sections), encoding="utf-8")
+        (folder / "report.html").write_text(page(sections), encoding="utf-8")
+    except OSError as error:
+        fix = "python -m benchmarks report FOLDER, once that is mended: the records are there"
+        raise ConfigError(Problem(f"the report cannot be written into '{folder}': {error.strerror}", fix=fix)) from None
     print(f"report: {folder / 'report.html'} and report.md")
 
 

@@ -9,17 +9,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.config import ModelConfig, RunConfig
+from benchmarks.records import read as read_record
+from ds_gpt.config import ConfigError, ModelConfig, Problem, RunConfig
 from ds_gpt.model.counts import mfu, parameters, training_flops_per_token
 
 Record = dict[str, Any]
 _RESAMPLES = 2000
+_NEEDED = ("case", "suite", "status", "message", "device", "definition", "run", "deepspeed", "repeats", "measured")
 
 
-def read(folder: Path) -> list[Record]:
-    """The records of cases in a folder, by name."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [record for record in records if "definition" in record]
+def read(path: Path) -> list[Record]:
+    """The records of cases in a folder, by name, or the one in a file. Raises ConfigError where one is damaged."""
+    found = []
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        record = read_record(file)
+        if "definition" not in record:  # of another measurement than a suite's
+            continue
+        if missing := [key for key in _NEEDED if key not in record]:
+            raise ConfigError(Problem(f"'{file}' is no whole record: it lacks {', '.join(missing)}", fix="restore it, or delete it and measure again"))
+        found.append(record)
+    return found
 
 
 def slowest_rank_steps(repeat: Record) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import shlex
 import time
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from benchmarks import launch, machine
 from benchmarks.cases import Case, Suite, read_suite
 from benchmarks.prediction import predict_case
-from benchmarks.records import REPOSITORY, save, surroundings, versions
+from benchmarks.records import REPOSITORY, read, require_writable, save, surroundings, versions
 from benchmarks.results import Record, peak_bytes, summary
 from ds_gpt.config import Composed, ConfigError, Hardware, Problem
 from ds_gpt.config.parse import with_vocabulary
@@ -105,12 +106,10 @@ class Run:
         return _in_words(self._existing(case) or {})
 
     def _existing(self, case: Case) -> Record | None:
-        """The case's record, if it is of the same configuration, versions and device."""
-        try:
-            record = json.loads(self._path(case).read_text())
-        except FileNotFoundError:
-            return None
-        return record if record["digest"] == digest(case, self.here) else None
+        """The case's record, if it is of the same configuration, versions and device. Raises ConfigError where it is damaged."""
+        path = self._path(case)
+        record = read(path) if path.is_file() else {}
+        return record if record.get("digest") == digest(case, self.here) else None
 
     def _ran_out(self, case: Case) -> str | None:
         """A case with a smaller micro-batch, otherwise the same, that ran out of memory."""
@@ -171,6 +170,8 @@ class Run:
 
 def run(options: argparse.Namespace, console: Console | None = None) -> Path | None:
     """Run or list a suite; the folder of its records. Raises ConfigError where it cannot be run here."""
+    if options.price_per_hour is not None and not 0 <= options.price_per_hour < math.inf:
+        raise ConfigError(Problem(f"--price-per-hour {options.price_per_hour} is not a price", fix="give dollars for all devices together, 0 or more"))
     suite = read_suite(options.suite)
     cases = selected(suite, options.only, options.skip)
     console = console or Console(highlight=False)
@@ -184,6 +185,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> Path | N
         raise ConfigError(Problem("none of the chosen cases can run here", fix="choose others with --only"))
     _compose(fitting, here.hardware)
     folder = options.records or RECORDS / suite.name
+    require_writable(folder)
     start = time.monotonic()
     Run(suite, fitting, here, folder, options.price_per_hour, console).all_cases(options.fresh)
     console.print(f"\n{len(fitting)} cases in {_minutes(time.monotonic() - start)}; records in {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from keyword import iskeyword
@@ -21,6 +22,8 @@ VERBS = {
     "doctor": "check this machine, or under a launcher all ranks together, before a run: says what to fix",
     "diagnose": "say what is wrong with a run, finished or running, and draw its curves",
 }
+
+TOGETHER = ("train", "doctor")  # verbs that all ranks of a launcher carry out together
 
 
 def usage() -> str:
@@ -44,6 +47,8 @@ def main() -> None:
         print(f"ds-gpt: unknown verb '{arguments[0]}'\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     else:
+        if arguments[0] not in TOGETHER and int(os.environ.get("RANK", 0)) > 0:
+            return  # started by a launcher: the first rank does it, or each would print, or write, the same
         module = arguments[0].replace("-", "_")
         # `import` cannot be a module's name in an import statement.
         verb = import_module(f"ds_gpt.commands.{module}_" if iskeyword(module) else f"ds_gpt.commands.{module}")

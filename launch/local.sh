@@ -11,7 +11,7 @@ usage: launch/local.sh [--num_gpus N] [--restarts N] [--master_port P] [--dry-ru
   --master_port P   port of the rendezvous (default: a free one)
   --dry-run         print the command and stop
 
-The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
+These may stand anywhere before "--"; every other argument, and all after "--", goes to ds_gpt/train.py as it is.
 
   launch/local.sh
   launch/local.sh --num_gpus 8 --config ds_configs/runs/gpt_1b.yaml --deepspeed_config ds_configs/zero2.json
@@ -28,17 +28,6 @@ Exit status, of the last attempt: 0 trained, or interrupted and saved; 2 bad inp
 TEXT
 }
 
-fail() { # what, why, remedy
-    printf 'launch/local.sh: %s\nwhy: %s\ndo:  %s\n' "$1" "$2" "$3" >&2
-    exit 2
-}
-
-require_number() { # option, value, greatest
-    if [[ ! "$2" =~ ^[1-9][0-9]{0,5}$ ]] || (($2 > $3)); then
-        fail "$1 = '$2' is not a number from 1 to $3" "the launcher needs it to start the ranks" "correct it, or leave $1 out"
-    fi
-}
-
 count_gpus() {
     if [[ "${DS_ACCELERATOR:-}" != cpu ]] && command -v nvidia-smi >/dev/null; then
         nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true
@@ -48,7 +37,10 @@ count_gpus() {
 }
 
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-num_gpus="" master_port="" restarts=0 dry_run=false
+script=launch/local.sh
+# shellcheck source=launch/shared.sh
+source "$repository/launch/shared.sh"
+num_gpus="" master_port="" restarts=0 dry_run=false for_training=()
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
@@ -63,11 +55,12 @@ while (($#)); do
             esac
             shift
             ;;
-        --) shift && break ;;
-        *) break ;;
+        --) for_training+=("${@:2}") && break ;;
+        *) for_training+=("$1") ;;
     esac
     shift
 done
+set -- "${for_training[@]}"
 
 $dry_run || command -v deepspeed >/dev/null ||
     fail "the command 'deepspeed' is not on PATH" "it starts one process per GPU" "activate the virtual environment, or pip install -e $repository"
@@ -180,8 +173,6 @@ ranks_of() { # grandchildren of `deepspeed`, by way of launch.py
     members "$1" | awk -v top="$1" '{ parent[$1] = $2 } END { for (p in parent) if (parent[parent[p]] == top) print p }'
 }
 
-say() { echo "launch/local.sh: $1" >&2; }
-
 signals=0 stopped_by=0 launcher="" pause=""
 # shellcheck disable=SC2329
 forward() { # signal for the ranks, number of the signal that came
@@ -193,11 +184,11 @@ forward() { # signal for the ranks, number of the signal that came
     signals=$((signals + 1))
     pids="$(ranks_of "$launcher")"
     if ((signals >= 3)); then
-        echo "launch/local.sh: third signal: killing every process of the run" >&2
+        say "third signal: killing every process of the run"
         stopped_by="$2"
         kill -KILL -- "-$launcher" 2>/dev/null || true
     elif [[ -n "$pids" ]]; then
-        ((signals > 1)) || echo "launch/local.sh: SIG$1 to the ranks: they finish their step and save; once more to stop at once" >&2
+        ((signals > 1)) || say "SIG$1 to the ranks: they finish their step and save; once more to stop at once"
         # shellcheck disable=SC2086  # one word per process
         kill -s "$1" -- $pids 2>/dev/null || true
     else # still starting, or over: nothing to save
@@ -232,16 +223,10 @@ left_ranks() { # whether ranks of a group are still there
 }
 
 run_once() { # arguments of training: runs it to its end, leaves no process of it, and sets `status`
-    local before code
     make_command "$@"
     "${command[@]}" </dev/null &
-    launcher="$!" status=0
-    while true; do
-        before="$signals" code=0
-        wait "$launcher" || code=$?
-        ((code == 127)) || status="$code" # 127: already waited for
-        [[ "$signals" != "$before" ]] || break # a signal ends `wait` early
-    done
+    launcher="$!"
+    wait_through_signals "$launcher"
     # A rank that died of signal N (9: often the kernel, out of memory) ends launch.py with -N, which arrives as 256 - N.
     ((status < 256 - 64)) || status=$((128 + 256 - status))
     # launch.py waits for its ranks. Where it is itself killed, `deepspeed` ends with 0 while they go on.

@@ -20,7 +20,7 @@ usage: launch/multi_node.sh --hostfile FILE [--num_nodes N] [--num_gpus N] [--in
                     there is no problem; --doctor=only stops there
   --dry-run         print the command, and what is passed on, and stop
 
-The first argument that is not one of these, and all that follow it, go to ds_gpt/train.py; so does all after "--".
+These may stand anywhere before "--"; every other argument, and all after "--", goes to ds_gpt/train.py as it is.
 Every machine needs passwordless ssh, this repository and the same environment at the same paths, and the folder
 that this is started from. Run folders belong on a shared file system.
 
@@ -37,19 +37,11 @@ A machine that is lost ends the run on the others: at once where it says so, els
 TEXT
 }
 
-fail() { # what, why, remedy
-    printf 'launch/multi_node.sh: %s\nwhy: %s\ndo:  %s\n' "$1" "$2" "$3" >&2
-    exit 2
-}
-
-require_number() { # option, value, greatest
-    if [[ ! "$2" =~ ^[1-9][0-9]{0,5}$ ]] || (($2 > $3)); then
-        fail "$1 = '$2' is not a number from 1 to $3" "the launcher needs it to start the ranks" "correct it, or leave $1 out"
-    fi
-}
-
 repository="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
-hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 restarts=0 doctor=no dry_run=false
+script=launch/multi_node.sh
+# shellcheck source=launch/shared.sh
+source "$repository/launch/shared.sh"
+hostfile="" num_nodes="" num_gpus="" interface="" master_addr="" master_port=29500 restarts=0 doctor=no dry_run=false for_training=()
 while (($#)); do
     case "$1" in
         --help | -h) usage && exit 0 ;;
@@ -67,11 +59,12 @@ while (($#)); do
             printf -v "${1#--}" '%s' "$2"
             shift
             ;;
-        --) shift && break ;;
-        *) break ;;
+        --) for_training+=("${@:2}") && break ;;
+        *) for_training+=("$1") ;;
     esac
     shift
 done
+set -- "${for_training[@]}"
 [[ -z "$num_nodes" ]] || require_number --num_nodes "$num_nodes" 99999
 [[ -z "$num_gpus" ]] || require_number --num_gpus "$num_gpus" 1024
 require_number --master_port "$master_port" 65535
@@ -215,7 +208,6 @@ esac
 make_command train "$@"
 ((restarts > 0)) || exec "${command[@]}" # signals go straight to the launcher, which passes them on to every machine
 
-say() { echo "launch/multi_node.sh: $1" >&2; }
 signals=0 launcher="" left=""
 # shellcheck disable=SC2329  # called by the trap
 pass_signal() { # to the launcher, which started without SIGINT, as bash's background jobs do
@@ -226,16 +218,10 @@ trap pass_signal INT TERM HUP
 trap '[[ -z "$left" ]] || rm -f "$left"' EXIT
 
 run_once() { # arguments of training: sets `status`
-    local before code
     make_command train "$@"
     "${command[@]}" </dev/null &
-    launcher="$!" status=0
-    while true; do
-        before="$signals" code=0
-        wait "$launcher" || code=$?
-        ((code == 127)) || status="$code" # 127: already waited for
-        [[ "$signals" != "$before" ]] || break # a signal ends `wait` early
-    done
+    launcher="$!"
+    wait_through_signals "$launcher"
     launcher=""
 }
 

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ds_gpt.checkpoint.shards import SHARD_PATTERN, FileRecord, record, sync
+from ds_gpt.checkpoint.shards import SHARD_PATTERN, FileRecord, record
+from ds_gpt.data.replacing import replace_text, sync
 
 LATEST = "latest"
 STATE = "run_state.json"
@@ -84,12 +85,7 @@ def commit(partial: Path, step: int, state: dict[str, Any], records: Iterable[Fi
 
 
 def _point_latest_at(checkpoint: Path) -> None:
-    checkpoints = checkpoint.parent
-    pointer = checkpoints / f".{LATEST}.partial"
-    pointer.write_text(checkpoint.name + "\n")
-    sync(pointer)
-    os.replace(pointer, checkpoints / LATEST)
-    sync(checkpoints)
+    replace_text(checkpoint.parent / LATEST, checkpoint.name + "\n")
 
 
 def remove(path: Path) -> None:

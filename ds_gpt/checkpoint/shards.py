@@ -6,7 +6,6 @@ safetensors, because reading such a file runs no code from it and can fetch a pa
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import zlib
 from collections import defaultdict
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_gpt.data.replacing import sync
 from ds_gpt.engine.state import WEIGHT, Columns, Piece
 
 SHARD_PATTERN = "rank_*.safetensors"
@@ -75,15 +75,6 @@ def record(path: Path) -> FileRecord:
     """Size and checksum of a file."""
     with path.open("rb") as file:
         return FileRecord(path.name, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _Entry = tuple[int, int, object, str]  # first element, one past the last, open file, key

@@ -24,6 +24,10 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
         "torch.load (default: hf)",
     )  # fmt: skip
     parser.add_argument(
+        "--base", metavar="NAME_OR_PATH",
+        help="of peft: where transformers finds the model that the run started from, for AutoPeftModelForCausalLM",
+    )  # fmt: skip
+    parser.add_argument(
         "--output", metavar="DIR", help="a folder that does not exist yet (default: RUN/exports/STEP-FORMAT-DTYPE)"
     )
     parser.add_argument(
@@ -50,11 +54,13 @@ def run(options: argparse.Namespace) -> None:
         max_shard_bytes = parse_bytes(options.max_shard_size)
     except ValueError as error:
         raise ConfigError(Problem(f"--max-shard-size {error}", fix="for example --max-shard-size 5GB")) from None
+    if options.base is not None and options.format != "peft":
+        raise ConfigError(Problem(f"--base with --format {options.format}", "only adapters have one", "leave it out, or use --format peft"))
     saved = find_saved_model(options.run, lambda text: print(text, file=sys.stderr))
     name = f"{saved.checkpoint.name}-{options.format}-{options.dtype}"
     output = Path(options.output) if options.output else saved.checkpoint.absolute().parent.parent / "exports" / name
     if options.format == "peft":
-        export_adapter(saved, output, options.dtype)
+        export_adapter(saved, output, options.dtype, options.base)
     else:
         export(saved, output, options.format, options.dtype, max_shard_bytes)
     size_bytes = sum(path.stat().st_size for path in output.iterdir())

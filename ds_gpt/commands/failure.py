@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from ds_gpt.config import NeedsAttention
@@ -72,11 +74,24 @@ def _of_a_lost_rank(error: Exception) -> str | None:
     )
 
 
+def _tell_torchrun(message: str) -> None:
+    """Say it once more, to torchrun, which ends with a page of its own whatever we do.
+
+    The last thing there, its root cause, is then what went wrong instead of "To enable traceback see ...".
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        told = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+
+
 def _fail(message: str, status: int = 1, patience_s: float = _NODE_PATIENCE_S) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     if rank > 0:
         time.sleep(patience_s if os.environ.get("LOCAL_RANK") == "0" else _PATIENCE_S)
         message = f"rank {rank}: {message}"
+    _tell_torchrun(message)
     with contextlib.suppress(OSError):  # nobody reads any more: the status tells
         print(message, file=sys.stderr, flush=True)
     # Not sys.exit: with peers gone, tearing down the process group can wait for them for minutes.

@@ -10,6 +10,7 @@ from ds_gpt.config.errors import Problem
 from ds_gpt.config.files import ConfigFile
 from ds_gpt.config.hardware import Hardware
 from ds_gpt.config.parse import shape_problems
+from ds_gpt.config.refusals import refusal_problems
 from ds_gpt.config.run import DataConfig, OptimizerConfig, ScheduleConfig
 
 
@@ -67,6 +68,7 @@ def deepspeed_problems(deepspeed: ConfigFile, hardware: Hardware) -> list[Proble
         *_checkpointing_problems(deepspeed, hardware),
         *_compile_problems(deepspeed, hardware),
         *_stepping_problems(deepspeed),
+        *refusal_problems(deepspeed, stage, hardware),
     ]
 
 

@@ -195,7 +195,7 @@ def _fill(
     # each one's part of a sequence for a sequence.
     batch = run.batch.global_batch_size * run.parallel.sequence
     for key, number in zip(_BATCH_KEYS, (batch, micro, accumulation), strict=True):
-        if values.get(key) in (None, "auto"):
+        if values.get(key) != number:  # under sequence parallelism also where the batch that the run holds is stated
             owners[key] = f"run config: batch ({run_file.path.name}) and {_shares(run.parallel, hardware.world_size)}"
         values[key] = number
     if "gradient_clipping" not in values:

@@ -79,6 +79,14 @@ KNOWN_KEYS: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"type", "params", "legacy_fusion"}),
 }
 
+# Of the optimizers that a run can name, adamw and sgd, in torch's implementation and DeepSpeed's; and what chooses it.
+OPTIMIZER_PARAMS = frozenset(
+    """
+    adam_w_mode amsgrad betas bias_correction capturable dampening differentiable eps foreach fused lr maximize momentum
+    nesterov set_grad_none torch_adam weight_decay
+    """.split()
+)
+
 # Where "auto" has a meaning: filled from the run, and in the last two read by DeepSpeed itself.
 _AUTO = frozenset(
     """
@@ -98,19 +106,44 @@ _CHECKED = frozenset(
 
 # Sections that change what is computed, which the training loop does not drive: silently wrong, so refused.
 _NOT_DRIVEN: Mapping[str, str] = {
-    "amp": "use bf16, fp16 or torch_autocast",
     "bfloat16": "use bf16, its newer name",
-    "compression_training": "remove it",
-    "curriculum_learning": "remove it",
     "data_efficiency": "remove it",
-    "elasticity": "remove it; the run's global batch is kept at any number of ranks",
     "expert_parallel": "remove it; the GPT has no experts",
     "hybrid_engine": "remove it",
     "pipeline": "remove it, and set parallel.pipeline in the run config",
+    "tensor_parallel": "remove it, and set parallel.tensor in the run config",
+    "weight_quantization": "remove it",
+}
+
+# Known to DeepSpeed by name alone: where one is present, even if it says enabled: false, DeepSpeed raises an error.
+_REMOVED: Mapping[str, str] = {
+    "amp": "use bf16, fp16 or torch_autocast",
+    "compression_training": "remove it",
+    "curriculum_learning": "remove it",
+    "eigenvalue": "remove it",
+    "elasticity": "remove it; the run's global batch is kept at any number of ranks",
+    "graph_harvesting": "remove it; compile.enabled: true is torch.compile",
+    "nebula": "remove it; ds_gpt writes checkpoints in the background (checkpoints in the run config)",
     "progressive_layer_drop": "remove it",
     "quantize_training": "remove it",
     "sparse_attention": "remove it",
-    "tensor_parallel": "remove it, and set parallel.tensor in the run config",
+    "sparse_gradients": "remove it; gradients are dense",
+    "zero_optimization.mics_hierarchical_params_gather": "remove it",
+    "zero_optimization.mics_shard_size": "use zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zeropp_loco_param": "remove it; zero_quantized_gradients works without",
+}
+
+# Read by parts of DeepSpeed that ds_gpt has no use of: whoever states one would wait for it in vain.
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "autotuning": "remove it; `ds-gpt plan` finds the fastest configuration that fits",
+    "checkpoint": "remove it, and set checkpoints in the run config",
+    "dataloader_drop_last": "remove it; every step takes a whole global batch",
+    "datastates_ckpt": "remove it, and set checkpoints in the run config",
+    "disable_allgather": "remove it",
+    "use_data_before_expert_parallelism": "remove it; the GPT has no experts",
+    "vocabulary_size": "remove it, and set model.vocab_size in the run config",
+    "zero_optimization.elastic_checkpoint": "remove it; a checkpoint of ds_gpt can be resumed on any number of ranks",
+    "zero_optimization.pipeline_loading_checkpoint": "remove it",
 }
 
 
@@ -133,22 +166,37 @@ def key_problems(deepspeed: ConfigFile) -> list[Problem]:
     params = deepspeed.get("optimizer.params")
     if params is not None and params != "auto" and not isinstance(params, Mapping):
         problems.append(Problem(f"optimizer.params = {params!r} ({deepspeed.where('optimizer.params')}) is not a section", fix='write "auto"'))
+    elif isinstance(params, Mapping):
+        problems += _unknown(deepspeed, "optimizer.params", params, OPTIMIZER_PARAMS)
     problems += [
         Problem(f'{key} = "auto" ({deepspeed.where(key)}) is not filled by ds_gpt', "DeepSpeed would get the word", "write a value, or remove it")
         for key in _autos(deepspeed.values)
         if key not in _AUTO | _CHECKED and key not in KNOWN_KEYS
     ]
-    for key, remedy in _NOT_DRIVEN.items():
-        section_values = deepspeed.get(key)
-        if section_values and not (isinstance(section_values, Mapping) and section_values.get("enabled") is False):
-            problems.append(
-                Problem(
-                    f"'{key}' ({deepspeed.where(key)}) is a DeepSpeed section that ds_gpt does not drive",
-                    "it changes what is computed, and the training loop would not know",
-                    remedy,
-                )
-            )
+    problems += [
+        _of_no_use(deepspeed, key, "is a DeepSpeed section that ds_gpt does not drive", "it changes what is computed, and the training loop would not know", fix)
+        for key, fix in _NOT_DRIVEN.items()
+        if _switched_on(deepspeed.get(key))
+    ]
+    problems += [
+        _of_no_use(deepspeed, key, "has been removed from DeepSpeed", "DeepSpeed refuses to start with it, whatever its value", fix)
+        for key, fix in _REMOVED.items()
+        if deepspeed.get(key) is not None
+    ]
+    problems += [
+        _of_no_use(deepspeed, key, "has no effect under ds_gpt", "the part of DeepSpeed that reads it is not used", fix)
+        for key, fix in _WITHOUT_EFFECT.items()
+        if _switched_on(deepspeed.get(key))
+    ]
     return problems
+
+
+def _switched_on(value: Any) -> bool:
+    return bool(value) and not (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def _of_no_use(deepspeed: ConfigFile, key: str, what: str, why: str, fix: str) -> Problem:
+    return Problem(f"'{key}' ({deepspeed.where(key)}) {what}", why, fix)
 
 
 def _unknown(deepspeed: ConfigFile, section: str, values: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:

@@ -1,11 +1,10 @@
-"""The cache folder: files appear whole or not at all, and one process builds while the others wait."""
+"""The cache folder: one process builds while the others wait."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,18 +24,6 @@ def cache_root(cache_dir: str) -> Path:
             )
         )
     return Path(expanded)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`: moved over `path` if the block ends well, removed if not."""
-    # Not tempfile: its files are private (0600) and a shared cache must be readable. A pid alone repeats across nodes.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

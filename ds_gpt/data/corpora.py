@@ -19,9 +19,10 @@ import numpy as np
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.errors import did_you_mean
 from ds_gpt.config.run import DataConfig, SyntheticConfig
-from ds_gpt.data.cache import cache_root, replacing, writing_to
+from ds_gpt.data.cache import cache_root, writing_to
 from ds_gpt.data.characters import BETWEEN_DOCUMENTS
 from ds_gpt.data.permutation import random_bits
+from ds_gpt.data.replacing import replacing
 from ds_gpt.data.tokenizer import token_dtype
 
 KNOWN_CORPORA = ("python_docs", "python_source", "synthetic", "tinyshakespeare")

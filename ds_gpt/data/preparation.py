@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.data.cache import replacing
 from ds_gpt.data.characters import BETWEEN_DOCUMENTS
 from ds_gpt.data.documents import HUGGING_FACE, SPAN_BYTES, Reading, Span, documents, spans
 from ds_gpt.data.prepared import PLAN, SPLITS, TOKENIZER, PreparedCorpus, is_prepared, open_prepared, write_manifest
+from ds_gpt.data.replacing import replace_text
 from ds_gpt.data.shards import Shard, writing_shard
 from ds_gpt.data.tokenizer import Tokenizer
 from ds_gpt.data.tokenizer_choice import choose_tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ def prepare_corpus(folder: Path, sources: Sequence[str], settings: Settings, pro
         ConfigError: a source that cannot be read, a folder that holds something else or is being prepared already.
     """
     with _claimed(folder):
-        for pattern in ("*/.*.tmp", ".*.tmp"):  # by a preparation that was killed
+        for pattern in ("*/.*.partial", ".*.partial"):  # by a preparation that was killed
             for left_over in folder.glob(pattern):
                 left_over.unlink()
         plan = _planned(folder, _resolved(sources), settings)
@@ -131,7 +131,7 @@ def _left_over(path: Path) -> bool:
     """Whether a preparation that failed before it had a plan left this."""
     if path.name in SPLITS:
         return path.is_dir() and not any(path.iterdir())
-    return path.name == ".lock" or path.match(f".{PLAN}.*.tmp")
+    return path.name == ".lock" or path.match(f".{PLAN}.*.partial")
 
 
 def _resolved(sources: Sequence[str]) -> list[str]:
@@ -163,8 +163,7 @@ def _planned(folder: Path, sources: list[str], settings: Settings) -> dict[str, 
         plan = json.loads((folder / PLAN).read_bytes())
     except FileNotFoundError:
         plan = {**stated, "pieces": _grouped(spans(sources, settings.reading, SPAN_BYTES))}
-        with replacing(folder / PLAN) as temporary:
-            temporary.write_text(json.dumps(plan) + "\n", encoding="utf-8")
+        replace_text(folder / PLAN, json.dumps(plan) + "\n")
         plan = json.loads((folder / PLAN).read_bytes())
     except ValueError as error:
         raise ConfigError(Problem(f"'{folder / PLAN}' cannot be read: {error}", fix="remove the folder and prepare again")) from error

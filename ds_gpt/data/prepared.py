@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.data.cache import replacing
+from ds_gpt.data.replacing import replace_text
 from ds_gpt.data.shards import Shard
 from ds_gpt.data.tokenizer import Tokenizer
 from ds_gpt.data.tokenizer_choice import load_tokenizer
@@ -59,8 +59,7 @@ def write_manifest(path: Path, tokenizer: Tokenizer, shards: dict[str, Sequence[
         "val_fraction": val_fraction,
         "shards": described,  # of each: name, tokens, documents, bytes of text, sha256 of what follows the header
     }
-    with replacing(path / MANIFEST) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    replace_text(path / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def open_prepared(path: Path) -> PreparedCorpus:

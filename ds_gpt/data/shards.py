@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from ds_gpt.config import ConfigError, Problem
-from ds_gpt.data.cache import replacing
+from ds_gpt.data.replacing import replacing
 from ds_gpt.data.tokenizer import token_dtype
 
 _MAGIC = b"ds_gpt tokens 1\n"
@@ -121,7 +121,7 @@ class ShardWriter:
         self._ends.write(self.n_tokens.to_bytes(8, "little"))
 
     def finish(self) -> None:
-        """Write document ends and header, and wait until all is on disk."""
+        """Write document ends and header."""
         used = self.n_tokens * self._dtype.itemsize
         self._write(bytes(_padded(used) - used))
         self._ends.seek(0)
@@ -133,8 +133,6 @@ class ShardWriter:
         header = fields.ljust(_HEADER_BYTES - 4, b"\0")
         self._file.seek(0)
         self._file.write(header + zlib.crc32(header).to_bytes(4, "little"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def _write(self, content: bytes) -> None:
         self._file.write(content)

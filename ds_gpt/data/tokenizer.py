@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_gpt.data.cache import replacing
+from ds_gpt.data.replacing import replace_text
 
 REPLACEMENT = "\ufffd"  # what `decode` prints for an id beyond the vocabulary, and for bytes that are no UTF-8
 
@@ -62,5 +62,4 @@ class Tokenizer(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically. Raises OSError."""
-        with replacing(Path(path)) as temporary:
-            temporary.write_text(json.dumps(self.to_dict()) + "\n", encoding="ascii")
+        replace_text(Path(path), json.dumps(self.to_dict()) + "\n")

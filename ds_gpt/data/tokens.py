@@ -13,11 +13,12 @@ import numpy as np
 
 from ds_gpt.config import ConfigError, Problem
 from ds_gpt.config.run import DataConfig
-from ds_gpt.data.cache import cache_root, exclusive, replacing, writing_to
+from ds_gpt.data.cache import cache_root, exclusive, writing_to
 from ds_gpt.data.characters import SyntheticTokenizer
 from ds_gpt.data.corpora import identify, read_text, synthetic_tokens
 from ds_gpt.data.corruption import Corrupted
 from ds_gpt.data.prepared import is_prepared, open_prepared
+from ds_gpt.data.replacing import replace_text, replacing
 from ds_gpt.data.rows import Rows
 from ds_gpt.data.split import Split, joined
 from ds_gpt.data.tokenizer import Tokenizer, token_dtype
@@ -143,8 +144,7 @@ def _build(path: Path, data: DataConfig, seed: int) -> None:
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.save(file, tokens, allow_pickle=False)
     description = {"digest": _digest(tokens, tokenizer), "tokenizer": tokenizer.to_dict()}
-    with replacing(path.with_suffix(".json")) as temporary:
-        temporary.write_text(json.dumps(description) + "\n", encoding="ascii")
+    replace_text(path.with_suffix(".json"), json.dumps(description) + "\n")
 
 
 def _read(path: Path, val_fraction: float) -> Dataset | None:

@@ -45,7 +45,7 @@ from ds_gpt.engine.state import (
     pieces,
 )
 from ds_gpt.engine.tensor_parallel import Cuts, cut, forget_groups, model_parallel_unit
-from ds_gpt.learning.objectives import Forward, Measured, Objective, log_probs_of, objective_of
+from ds_gpt.learning.objectives import Forward, Measured, Objective, log_probs_of, means, objective_of
 from ds_gpt.learning.parameter_groups import parameter_groups
 from ds_gpt.model.gpt import GPT, Loss
 from ds_gpt.model.lora import apply_lora
@@ -81,13 +81,13 @@ def check_deepspeed_config(composed: Composed) -> None:
         ConfigError: with DeepSpeed's words.
     """
     import_deepspeed(composed.hardware.kind)
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # Without a process group DeepSpeed takes the world size for 1; the batch arithmetic is settled already.
     alone = {**composed.deepspeed, "train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     try:
         DeepSpeedConfig(alone)
-    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError, DeepSpeedConfigError) as error:
         raise ConfigError(
             Problem(f"DeepSpeed refuses the configuration: {error}", fix="correct that key in the DeepSpeed config")
         ) from None
@@ -196,9 +196,9 @@ class Engine:
         names, sums = _summed(measured)
         sums = [value * self.grid.counts for value in (loss_sum, counted, *sums)]
         asked, total, tokens, *others = self.ranks.sum(torch.stack([counted.new_tensor(float(interrupted)), *sums]))
-        metrics = {name: other / tokens for name, other in zip(names, others, strict=True)}
+        loss, metrics = means(self.composed.run, total, tokens, names, others)
         applied = self.deepspeed.was_step_applied()
-        return StepResult(total / tokens, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
+        return StepResult(loss, self._grad_norm(), applied, self._loss_scale(), asked > 0, metrics)
 
     def _micro_steps(self, micro_batches: Sequence[tuple[Tensor, ...]]) -> Iterable[Measured]:
         if self._pipeline:
@@ -295,7 +295,7 @@ class Engine:
                 measured.append(found.metrics)
         names, others = _summed(measured)
         total, tokens, *totals = self.ranks.sum(torch.stack([*sums, *others]) * self.grid.counts)
-        return total / tokens, {name: other / tokens for name, other in zip(names, totals, strict=True)}
+        return means(self.composed.run, total, tokens, names, totals)
 
     def log_probs(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probability of each sequence's targets, B, in evaluation mode; every rank must call it equally often."""

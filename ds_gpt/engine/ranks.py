@@ -197,8 +197,10 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
     if mallopt is None or any(name in os.environ for name in _MALLOC_VARIABLES):
         return
-    for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-        mallopt(parameter, 2**30)
+    # glibc before 2.35 takes no more than 32 MiB for the first. To set the second alone would hold the first at 128 KiB, as
+    # either ends glibc's own adjustment of it: every larger block would come from the system and go back there.
+    if any(mallopt(_M_MMAP_THRESHOLD, most) for most in (2**30, 2**25)):
+        mallopt(_M_TRIM_THRESHOLD, 2**30)
 
 
 def _rendezvous(ranks: Ranks) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,16 +113,25 @@ class _DropoutApart(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        with _own_randomness(self._index, x.device):
-            return super().forward(x)
+        return _drawn_apart(super().forward, self._index, x)
 
 
 def _attend_apart(
     attend: Attend, index: int, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, dropout: float, **apart: Tensor
 ) -> Tensor:
     """`attend`, whose dropout is each rank's own: the heads are."""
-    with _own_randomness(index, q_BHTK.device) if dropout else contextlib.nullcontext():
+    if not dropout:
         return attend(q_BHTK, k_BGTK, v_BGTK, dropout, **apart)
+    return _drawn_apart(attend, index, q_BHTK, k_BGTK, v_BGTK, dropout, **apart)
+
+
+# torch.compile cannot take a change of the random state into a graph. Told so, it ends one before this and begins another
+# after; otherwise it finds out, tries the rest of each frame on the stack, and prints 30 lines of warnings a rank.
+@torch.compiler.disable
+def _drawn_apart(function: Callable[..., Tensor], index: int, x: Tensor, *more: Any, **apart: Tensor) -> Tensor:
+    """`function` of `x` and what follows, its random numbers each rank's own."""
+    with _own_randomness(index, x.device):
+        return function(x, *more, **apart)
 
 
 @contextlib.contextmanager

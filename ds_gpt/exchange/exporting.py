@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ds_gpt.checkpoint.initial import Initial
 from ds_gpt.checkpoint.saved_model import SavedModel
-from ds_gpt.checkpoint.shards import sync
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.replacing import sync
 from ds_gpt.data.tokenizer_json import end_name, separator_name, tokenizer_json
 from ds_gpt.exchange.families import Family, config_json, family_of
 from ds_gpt.exchange.foreign_config import OWN

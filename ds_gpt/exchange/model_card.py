@@ -41,6 +41,13 @@ model = GPT(ModelConfig(**json.load(open("PATH/config.json"))["model"]))
 model.load_state_dict(torch.load("PATH/model.pt", weights_only=True))
 ```""",
 }
+_USE_WITH_BASE = """```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("PATH")
+```
+
+It loads BASE, and adds the adapters."""
 _PURPOSE = {
     "pretrain": "It continues text; it was not trained to follow instructions or to be safe.",
     "sft": "It was tuned on examples of answers; it was not trained to be safe.",
@@ -61,7 +68,7 @@ _TOLD = (
 )
 
 
-def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | None) -> str:
+def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | None, base: str | None = None) -> str:
     """Markdown with the front matter that the Hugging Face hub reads.
 
     Args:
@@ -69,6 +76,7 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
         format: of the export.
         dtype: of the weights.
         architecture: the class of transformers that loads it, if any does.
+        base: where that class finds the model that adapters are for, if it is known.
     """
     state, model, lora = saved.state, saved.run.model, saved.run.lora
     facts = state["facts"]
@@ -100,7 +108,7 @@ def model_card(saved: SavedModel, format: str, dtype: str, architecture: str | N
         f"# {title}",
         f"A GPT, {'trained with ds_gpt on DeepSpeed' if trained else 'as ds_gpt imported it'}. {_PURPOSE[saved.run.stage]}",
         _table({key: value for key, value in rows.items() if value is not None}),
-        f"## Use\n\n{_USE[format]}",
+        f"## Use\n\n{_USE_WITH_BASE.replace('BASE', base) if base else _USE[format]}",
         f"## Model\n\n{_table(shape)}",
         *([f"## Training\n\n{_table(told)}"] if trained else []),
     ]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds_gpt.checkpoint.folder import remove
-from ds_gpt.checkpoint.shards import sync
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.replacing import sync
 
 
 @contextmanager

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_gpt.checkpoint.shards import sync
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.replacing import sync
 from ds_gpt.exchange.layouts import Shape
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

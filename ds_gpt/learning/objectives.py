@@ -6,7 +6,7 @@ sums, so that a mean over micro-batches and ranks weighs alike all that is count
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_gpt.config import RunConfig
+from ds_gpt.config import ConfigError, Problem, RunConfig
 from ds_gpt.learning.loss import IGNORE_INDEX, linear_cross_entropy_sum, linear_log_probs
 
 Forward = Callable[..., Any]  # GPT.forward
@@ -47,6 +47,25 @@ def objective_of(run: RunConfig) -> Objective:
     if run.stage == "sft":
         return partial(answers, run)
     return partial(next_token if run.objective.name == "next_token" else corrupted, run)
+
+
+def means(
+    run: RunConfig, loss_sum: float, counted: float, names: Sequence[str], sums: Sequence[float]
+) -> tuple[float, dict[str, float]]:
+    """The loss, and metrics by name, of sums over all micro-batches and ranks.
+
+    Raises:
+        ConfigError: nothing was counted.
+    """
+    if counted == 0:
+        raise ConfigError(
+            Problem(
+                f"no {'pair' if run.stage in ('dpo', 'reward') else 'token'} of data.corpus = '{run.data.title}' that was read is a target",
+                f"the loss of stage = '{run.stage}' is a mean over targets, and there are none",
+                f"give a corpus whose answers lie within model.context = {run.model.context} tokens",
+            )
+        )
+    return loss_sum / counted, {name: value / counted for name, value in zip(names, sums, strict=True)}
 
 
 def next_token(

@@ -124,6 +124,8 @@ def _problem(path: str | Path, device: str, entry: Any, error: Mapping[str, Any]
         return Problem(f"unknown key '{where}' in the device file '{path}'", fix=did_you_mean(str(error["loc"][-1]), _Entry.model_fields))
     if error["type"] == "missing":
         return Problem(f"'{where}' is missing in the device file '{path}'", "the plan needs it", "take it from the vendor's datasheet")
+    if error["type"] == "model_type":
+        return Problem(f"{where} = {error['input']!r} in the device file '{path}' should be keys with values", fix="see ds_gpt/planner/devices.yaml for its form")
     return Problem(f"{where} = {error['input']!r} in the device file '{path}': {error['msg'].lower()}", fix="correct it")
 
 

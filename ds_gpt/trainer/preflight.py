@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ds_gpt.config import Composed, ConfigError, RunConfig
+from ds_gpt.engine.deepspeed_import import ABANDONED_S
 from ds_gpt.engine.node_folder import keep_compiled_code_here
 from ds_gpt.engine.ranks import Ranks, require_free_port
 from ds_gpt.model.counts import parameters
@@ -26,7 +27,6 @@ from ds_gpt.planner import predict
 GIB, MIB = 2**30, 2**20
 _PROBE_BYTES = MIB
 _FOREIGN_MIB = 1024  # of GPU memory in use: more than idle desktops and contexts take
-_LOCK_S = 600.0  # DeepSpeed's largest op builds in less
 _SHM_BYTES = GIB  # a container has 64 MiB unless it is told otherwise
 _FULL = 0.92  # of the memory: buffers, fragments and contexts take the rest
 _INFINIBAND = Path("/dev/infiniband")
@@ -76,7 +76,7 @@ def of_this_node(ranks: Ranks, composed: Composed, run_dir: Path) -> Iterator[Ch
         keep_compiled_code_here()
     yield extension_locks()
     yield shared_memory(ranks)
-    yield from limits(ranks.world_size)
+    yield from limits(composed.hardware.world_size)
 
 
 def devices(ranks: Ranks) -> Iterator[Check]:
@@ -238,7 +238,7 @@ def extension_locks() -> Check:
             ages[lock] = time.time() - lock.stat().st_mtime
         except OSError:  # released meanwhile
             continue
-    if stale := {lock: age for lock, age in ages.items() if age > _LOCK_S}:
+    if stale := {lock: age for lock, age in ages.items() if age > ABANDONED_S}:
         saw = ", ".join(f"'{lock}' is {age / 60:,.0f} minutes old" for lock, age in stale.items())
         why = "its maker was probably killed; whoever needs this op of DeepSpeed (offload, fused Adam) waits for it for ever"
         return Check("extension locks", "problem", saw, why, "if no compiler runs, delete it")

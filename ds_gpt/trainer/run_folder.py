@@ -20,6 +20,7 @@ import yaml
 from ds_gpt import __version__
 from ds_gpt.config import Composed, ConfigError, Problem
 from ds_gpt.data import Tokenizer
+from ds_gpt.data.replacing import replace_text
 
 STATED = "deepspeed_config.json"  # as the user gave it, "auto" and all: what --resume goes on with
 _CONFIG = ("run.yaml", "deepspeed.json", STATED, "environment.json", "tokenizer.json")
@@ -106,24 +107,17 @@ class RunFolder:
             _write_config(self.path, composed, tokenizer, dataset_digest)
             if self.metrics.exists():
                 kept = [line for line in self.metrics.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-                _write(self.metrics, "".join(f"{line}\n" for line in kept))
+                replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
         except OSError as error:
             raise _unusable(self.path, error) from None
 
 
 def _write_config(path: Path, composed: Composed, tokenizer: Tokenizer, dataset_digest: str) -> None:
-    _write(path / "run.yaml", yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False))
-    _write(path / "deepspeed.json", json.dumps(composed.deepspeed, indent=2) + "\n")
-    _write(path / STATED, json.dumps(composed.stated, indent=2) + "\n")
-    _write(path / "environment.json", json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
+    replace_text(path / "run.yaml", yaml.safe_dump(composed.run.model_dump(mode="json"), sort_keys=False))
+    replace_text(path / "deepspeed.json", json.dumps(composed.deepspeed, indent=2) + "\n")
+    replace_text(path / STATED, json.dumps(composed.stated, indent=2) + "\n")
+    replace_text(path / "environment.json", json.dumps(environment(composed, dataset_digest), indent=2) + "\n")
     tokenizer.save(path / "tokenizer.json")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file's content as a whole: a process that dies, or a disk that is full, leaves the old one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:

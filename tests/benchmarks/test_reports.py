@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from benchmarks import compare, report
+from benchmarks.__main__ import main
 from benchmarks.results import curve_difference, interval, quantile, read, summary
-from ds_gpt.config import ModelConfig
+from ds_gpt.config import ConfigError, ModelConfig
 from ds_gpt.model.counts import parameters
 from ds_gpt.planner import Prediction
 
@@ -102,6 +103,40 @@ def test_a_comparison_fails_only_past_a_threshold(tmp_path: Path, capsys: pytest
     assert compared(tmp_path, before, larger) == 1 and "more memory" in capsys.readouterr().out
     assert compared(tmp_path, before, {**before, "status": "out_of_memory", "measured": None}) == 1
     assert "it ran before" in capsys.readouterr().out
+
+
+DAMAGE = {
+    "half of it": (lambda text: text[:700], "line"),
+    "nothing": (lambda text: "", "Expecting value"),
+    "a merge": (lambda text: f"<<<<<<< HEAD\n{text}", "Expecting value"),
+    "another kind": (lambda text: f"[{text}]", "a list"),
+    "no bytes of text": (lambda text: "\udcff" + text, "utf-8"),
+    "keys are gone": (lambda text: json.dumps({"definition": json.loads(text)["definition"]}), "lacks case, suite, status"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_named(damage: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "kept")
+    change, said = DAMAGE[damage]
+    path = tmp_path / "kept" / "small-z1-2r.json"
+    path.write_bytes(change(path.read_text()).encode(errors="surrogateescape"))
+    limits = {"threshold": 0.95, "memory_threshold": 1.05}
+    for use in (
+        lambda: report.write(tmp_path / "kept"),
+        lambda: compare.run(Namespace(before=GOLDEN, after=tmp_path / "kept", **limits)),
+        lambda: compare.run(Namespace(before=GOLDEN / path.name, after=path, **limits)),
+    ):
+        with pytest.raises(ConfigError, match=rf"small-z1-2r.json' is no (whole )?record: .*{said}"):
+            use()
+
+
+@pytest.mark.parametrize("threshold", ["nan", "0", "-1", "inf", "much"])
+def test_a_threshold_that_nothing_could_miss_is_refused(threshold: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--threshold", "--memory-threshold"):
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", str(GOLDEN), str(GOLDEN), option, threshold])
+        assert ended.value.code == 2 and option in capsys.readouterr().err
 
 
 def test_a_curve_that_is_off_is_seen() -> None:

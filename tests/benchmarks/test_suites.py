@@ -16,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks import launch, machine, suite
+from benchmarks import launch, machine, records, suite
 from benchmarks.cases import SUITES, Case, Suite, read_suite
 from benchmarks.prediction import predict_record
 from benchmarks.results import peak_bytes, summary
@@ -59,6 +59,40 @@ def test_everything_wrong_with_a_suite_is_told(tmp_path: Path) -> None:
     assert "did you mean 'micro_batch'?" in str(error.value) and "none of ds_gpt, ddp, fsdp2, hf_trainer" in str(error.value) and "two cases are called 'c'" in str(error.value)
 
 
+SOUND = "device: cpu\ndefaults: {recipe: quickstart, ranks: 1, micro_batch: 8}\n"
+BAD_SUITES = {
+    "nothing": ("", "holds no cases"),
+    "no mapping": ("- a\n- b\n", "holds no cases"),
+    "no YAML": ("cases: [{\n", "cannot be read"),
+    "no text": ("\udc93\udcff", "cannot be read"),
+    "no cases": (SOUND, "'cases' is missing"),
+    "none in the list": (SOUND + "cases: []\n", "cases = [] should have at least 1 item"),
+    "no list": (SOUND + "cases: 3\n", "cases = 3 should be a valid list"),
+    "cases of another kind": (SOUND + "cases: [a]\n", "cases.0 = 'a' should be a valid dictionary"),
+    "no device": ("cases: [{name: a, recipe: quickstart, ranks: 1, micro_batch: 8}]\n", "'device' is missing"),
+    "misspelt": (SOUND + "round: 2\ncases: [{name: a}]\n", "did you mean 'rounds'?"),
+    "rounds": (SOUND + "rounds: 0\ncases: [{name: a}]\n", "rounds = 0 should be greater than 0"),
+    "no recipe": ("device: cpu\ncases: [{name: a, ranks: 1, micro_batch: 8}]\n", "mine.yaml: a: 'recipe' is missing"),
+    "no name": (SOUND + "cases: [{steps: 3, grow: true}]\n", "'name' is missing"),
+    "ranks": (SOUND + "cases: [{name: a, ranks: two, steps: 0, micro_batch: -1, deadline_s: .nan}]\n", "a: ranks = 'two' should be a valid integer"),
+    "overrides": (SOUND + "cases: [{name: a, overrides: model.width=32}]\n", "a: overrides = 'model.width=32' should be a valid list"),
+    "matrix": (SOUND + "cases: [{name: a, matrix: {ranks: 2}}]\n", "should be lists by name"),
+    "a path": (SOUND + "cases: [{name: ../a}]\n", "a case cannot be called '../a'"),
+    "unfilled": (SOUND + "cases: [{name: 'a{rank}', matrix: {ranks: [1, 2]}}]\n", "a case cannot be called 'a{rank}'"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SUITES)
+def test_a_suite_that_makes_no_sense_is_refused(bad: str, tmp_path: Path) -> None:
+    text, said = BAD_SUITES[bad]
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as error:
+        read_suite(str(path))
+    assert said in str(error.value)
+    assert bad != "ranks" or len(error.value.problems) == 4, "all at once"
+
+
 def test_a_case_may_share_its_model_out() -> None:
     shared = Case("shared", "quickstart", 4, 2, "zero1", overrides=("parallel.tensor=2",)).composed(Hardware("cpu", "CPU", 4, bf16=False))
     assert (shared.data_ranks, shared.accumulation_steps, shared.run.batch.global_batch_size) == (2, 1, 4)
@@ -87,6 +121,14 @@ def test_all_impossible_cases_are_told_before_any_is_run(tmp_path: Path, monkeyp
         with pytest.raises(ConfigError) as error:
             suite.run(options, Console(file=io.StringIO()))
         assert {problem.what.split(":")[0] for problem in error.value.problems} == {"case b", "case c"}
+
+
+@pytest.mark.parametrize("price", ["-1", "nan", "inf"])
+def test_a_price_that_is_none_is_refused(price: str) -> None:
+    parser = argparse.ArgumentParser()
+    suite.add_arguments(parser)
+    with pytest.raises(ConfigError, match="is not a price"):
+        suite.run(parser.parse_args(["--suite", "cpu", "--dry-run", "--price-per-hour", price]))
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:
@@ -140,15 +182,40 @@ def test_an_interrupted_suite_goes_on_where_it_stopped(tmp_path: Path, monkeypat
     monkeypatch.setattr(launch, "run", lambda case, worker: started.append(case.name) or finished(case))
     run_of(tmp_path, cases)[0].all_cases(fresh=False)
     assert started == ["a", "b", "a", "b"]
-    records = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
-    assert [len(record["repeats"]) for record in records] == [2, 2]
-    assert [record["measured"] for record in records] == [summary(record) for record in records]
+    kept = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
+    assert [len(record["repeats"]) for record in kept] == [2, 2]
+    assert [record["measured"] for record in kept] == [summary(record) for record in kept]
     run_of(tmp_path, cases)[0].all_cases(fresh=False)
     assert len(started) == 4
     run_of(tmp_path, [case("a", steps=30), cases[1]])[0].all_cases(fresh=False)
     assert started[4:] == ["a", "a"], "a case that changed is measured anew"
     run_of(tmp_path, cases)[0].all_cases(fresh=True)
     assert len(started) == 10
+
+
+def test_a_damaged_record_ends_a_suite_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "run", lambda case, worker: finished(case))
+    cases = [case("a"), case("b")]
+    run_of(tmp_path, cases, rounds=1)[0].all_cases(fresh=False)
+    half = (tmp_path / "b.json").read_text()[:700]
+    (tmp_path / "b.json").write_text(half)
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("a case was run"))
+    with pytest.raises(ConfigError, match=r"b.json' is no record: .* line"):
+        run_of(tmp_path, cases, rounds=2)[0].all_cases(fresh=False)
+    assert (tmp_path / "b.json").read_text() == half
+    monkeypatch.setattr(launch, "run", lambda case, worker: finished(case))
+    run_of(tmp_path, cases, rounds=1)[0].all_cases(fresh=True)
+    assert json.loads((tmp_path / "b.json").read_text())["status"] == "ok"
+
+
+def test_records_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="records cannot be written into .*Not a directory"):
+        records.require_writable(tmp_path / "file" / "records")
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ConfigError, match=r"a.json' cannot be written: Is a directory"):
+        records.save(tmp_path / "a.json", {"case": "a"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "file"], "half of a record is left"
 
 
 def test_what_fails_is_recorded_and_a_ladder_stops_where_memory_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import CONFIGS, DEEPSPEED, PLAIN, TRAIN, Ended, ran, started
+from jobs import CONFIGS, DEEPSPEED, PLAIN, TORCHRUN, TRAIN, Ended, ran, started
 
 PLAIN_LIMIT_S = 20  # about 2 on an idle machine, 4 where DeepSpeed itself has to be asked
 LAUNCHER_LIMIT_S = 40  # about 6; the launcher alone takes 3
@@ -91,6 +91,15 @@ def test_under_the_launcher(case: str, tmp_path: Path, tiny: list[str]) -> None:
     ranks, arguments, words = LAUNCHED[case]
     assert_refused(ran(tmp_path, *DEEPSPEED, "--num_gpus", ranks, TRAIN, *tiny, *arguments), LAUNCHER_LIMIT_S, *words)
     assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_ends_with_what_is_wrong(tmp_path: Path, tiny: list[str]) -> None:
+    """It prints a traceback of its own after any rank that failed; what is below that is what a user reads."""
+    ended = ran(tmp_path, *TORCHRUN, "--nproc-per-node", "2", TRAIN, *tiny, "--set", "model.layerz=3")
+    assert ended.status == 1  # torchrun's, whatever the rank's
+    cause = ended.err.partition("Root Cause")[2]
+    assert "unknown key 'model.layerz'" in cause and "did you mean 'layers'?" in cause
+    assert "To enable traceback" not in ended.err
 
 
 def test_nodes_with_different_texts(tmp_path: Path, tiny: list[str]) -> None:

@@ -11,8 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hosts import Host, two_hosts
 from jobs import DEEPSPEED, DS_GPT, REPOSITORY, TORCHRUN, ran, started
+
+from ds_gpt.commands.doctor import check_devices, text
+from ds_gpt.config import ConfigError
+from ds_gpt.engine.ranks import Ranks
+from ds_gpt.trainer.preflight import Check
 
 LAUNCHED = {
     "torchrun": [*TORCHRUN, "--nproc-per-node", "2", "-m"],
@@ -51,6 +57,35 @@ def test_one_process_checks_its_machine(tmp_path: Path) -> None:
     shared = ran(tmp_path, *DS_GPT, "doctor", "--set", "parallel.tensor=2", "--set", "model.vocab_size=100", **PATH)
     assert shared.status == 0 and "1 rank," in shared.out and "ok       memory" in shared.out, shared.out + shared.err
     assert not [path for path in tmp_path.iterdir() if path.suffix not in (".out", ".err")]
+
+
+def checks_for(folder: Path, *arguments: str) -> dict[str, str]:
+    """What each check saw."""
+    ended = ran(folder, sys.executable, "-m", "ds_gpt", "doctor", "--json", "--set", "model.vocab_size=50257", *arguments, **PATH)
+    return {check["name"]: check["saw"] for check in json.loads(ended.out)}
+
+
+def test_one_process_judges_the_machine_for_the_run_as_planned(tmp_path: Path) -> None:
+    """Ranks on a CPU share its memory: four of ZeRO-0, of equal micro-batches, need four times what one does."""
+    same = ("--set", "zero_optimization.stage=0", "--set", "batch.micro_batch_size=2")
+    alone, planned = (checks_for(tmp_path, *same, *more) for more in ([], ["--devices", "4"]))
+    needs = [float(found["memory"].partition(" needs ")[2].partition(" GiB")[0]) for found in (alone, planned)]
+    assert needs[1] == pytest.approx(4 * needs[0], rel=0.02)
+    assert alone["devices"].partition(" for ")[2] == "1 rank, over gloo" and planned["devices"].partition(" for ")[2] == "4 ranks, over gloo"
+
+
+def test_the_number_of_ranks_is_that_of_the_launcher() -> None:
+    alone, launched = (Ranks(0, number, 0, number, torch.device("cpu")) for number in (1, 2))
+    check_devices(8, alone)
+    check_devices(2, launched)
+    check_devices(None, launched)
+    with pytest.raises(ConfigError, match="--devices 4, but a launcher started 2 ranks"):
+        check_devices(4, launched)
+    with pytest.raises(ConfigError, match="--devices 0 is not a number of ranks"):
+        check_devices(0, alone)
+    check = Check("memory", "ok", "enough")
+    assert text([check], alone, 8).startswith("this machine, for a run of 8 ranks\n")
+    assert text([check], launched, 2).startswith("2 ranks, 2 on this node\n")
 
 
 def test_bad_input_is_no_diagnosis(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import CONFIGS, DS_GPT, ran
+from jobs import CONFIGS, DS_GPT, REPOSITORY, TORCHRUN, ran
 
 from ds_gpt import __version__
 from ds_gpt.__main__ import VERBS
@@ -45,6 +45,13 @@ def test_module_is_the_same_as_the_script(tmp_path: Path) -> None:
     assert ran(tmp_path, *MODULE, "--help").out == ran(tmp_path, *DS_GPT, "--help").out
     assert ran(tmp_path, *MODULE, "--version").out == f"ds_gpt {__version__}\n"
     assert ran(tmp_path, *MODULE, "show-config", "--json").out == ran(tmp_path, *DS_GPT, "show-config", "--json").out
+
+
+def test_under_a_launcher_one_rank_speaks_for_all(tmp_path: Path) -> None:
+    command = (*TORCHRUN, "--nproc-per-node", "2", "-m", "ds_gpt", "show-config", "--json")
+    ended = ran(tmp_path, *command, PYTHONPATH=str(REPOSITORY))
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out)["train_batch_size"] > 0, "once, else it is no JSON"
 
 
 @pytest.mark.parametrize("words", [["fly"], ["--fly"], ["Train"], [""]])

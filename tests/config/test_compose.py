@@ -280,7 +280,7 @@ def test_fp32_accumulation_of_bf16_needs_zero(bench) -> None:
         (A100, (), True, True),
         (CPU, ("zero_optimization.offload_optimizer.device=cpu",), True, True),
         (A100, ("zero_optimization.offload_optimizer.device=cpu",), None, None),  # DeepSpeedCPUAdam
-        (A100, ("zero_optimization.offload_optimizer.device=nvme",), None, None),
+        (A100, ("zero_optimization.stage=3", "zero_optimization.offload_optimizer={device: nvme, nvme_path: /nvme}"), None, None),
         (A100, ("zero_optimization.offload_optimizer.device=none",), True, True),
         (A100, ("zero_optimization.offload_optimizer.device=null",), True, True),
         (A100, ("optimizer.params.torch_adam=false",), False, None),
@@ -328,7 +328,7 @@ def test_offload_device_is_known(bench) -> None:
 @pytest.mark.parametrize("key", ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"])
 def test_selective_checkpointing_excludes_deepspeeds_own(bench, key: str) -> None:
     assert f"'selective' with {key}" in bench.problem("activation_checkpointing.policy=selective", f"activation_checkpointing.{key}=true", on=A100).what
-    bench.load("activation_checkpointing.policy=full", f"activation_checkpointing.{key}=true", on=A100)
+    bench.load("activation_checkpointing.policy=full", f"activation_checkpointing.{key}=true", "activation_checkpointing.partition_activations=true", on=A100)
 
 
 def test_checkpointing_policy(bench) -> None:

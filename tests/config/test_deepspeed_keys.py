@@ -20,7 +20,7 @@ import pytest
 from config_bench import A100, CPU, DEEPSPEED
 
 from ds_gpt.config import Hardware, load
-from ds_gpt.config.deepspeed_keys import _NOT_DRIVEN, KNOWN_KEYS
+from ds_gpt.config.deepspeed_keys import _NOT_DRIVEN, _REMOVED, _WITHOUT_EFFECT, KNOWN_KEYS, OPTIMIZER_PARAMS
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
@@ -189,6 +189,36 @@ def test_sections_that_the_loop_does_not_drive_are_refused(bench, key: str) -> N
     assert f"'{key}'" in bench.problem(f"{key}={{enabled: true}}").what
     bench.load(f"{key}={{enabled: false, other: 1}}")
     bench.load(f"{key}=null")
+
+
+def test_what_deepspeed_has_removed_is_refused_whatever_it_says(bench) -> None:
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+
+    theirs = [*_REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS)]
+    assert sorted(theirs) == sorted(_REMOVED)
+    for key in theirs:
+        problem = bench.problem(f"{key}={{enabled: false}}")
+        assert problem.what == f"'{key}' (--set) has been removed from DeepSpeed" and problem.fix
+        bench.load(f"{key}=null")
+
+
+@pytest.mark.parametrize("key", sorted(_WITHOUT_EFFECT))
+def test_what_would_be_ignored_is_refused(bench, key: str) -> None:
+    problem = bench.problem(f"{key}={{enabled: true}}")
+    assert problem.what == f"'{key}' (--set) has no effect under ds_gpt" and problem.fix.startswith("remove it")
+    bench.load(f"{key}=false")
+
+
+def test_parameters_of_an_optimizer_are_those_of_its_implementations(bench) -> None:
+    import inspect
+
+    import torch
+    from deepspeed.ops.adam import FusedAdam
+
+    theirs = {name for kind in (torch.optim.AdamW, torch.optim.SGD, FusedAdam) for name in inspect.signature(kind).parameters}
+    assert theirs - {"params"} | {"torch_adam"} == OPTIMIZER_PARAMS
+    problem = bench.problem("optimizer.params.fussed=true")
+    assert "unknown key 'optimizer.params.fussed'" in problem.what and problem.fix == "did you mean 'fused'?"
 
 
 def test_the_old_name_of_bf16_is_refused(bench, merged) -> None:

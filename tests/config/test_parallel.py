@@ -25,8 +25,10 @@ def test_all_together_is_refused_and_says_why() -> None:
 
 
 def test_who_divides_the_batch_is_told() -> None:
-    owners = tiny("zero1", 4, ["parallel.sequence=2"]).owners
-    assert owners["train_batch_size"].endswith("and 2 data ranks of 4, each sequence in 2 parts")
+    for stated in ([], ["train_batch_size=16"]):  # DeepSpeed gets another number than is stated: 32
+        owners = tiny("zero1", 4, ["parallel.sequence=2", *stated]).owners
+        assert owners["train_batch_size"].endswith("and 2 data ranks of 4, each sequence in 2 parts")
+    assert tiny("zero1", 4, ["train_batch_size=16"]).owners["train_batch_size"] == "DeepSpeed config (--set)"
     assert tiny("zero1", 4, ["parallel.tensor=2"]).owners["train_batch_size"].endswith("and 2 data ranks of 4")
 
 
@@ -102,7 +104,7 @@ def test_ranks_take_the_batch_that_their_data_parallel_rank_has() -> None:
         ("zero1", "torch_autocast={enabled: true, dtype: bfloat16}", "torch_autocast.enabled .* with parallel.pipeline(.|\n)*use bf16"),
         ("zero1", "zero_optimization.offload_optimizer={device: cpu}", "zero_optimization.offload_optimizer .* with parallel.pipeline"),
         ("zero1", "activation_checkpointing={partition_activations: true}", "partition_activations .* with parallel.pipeline"),
-        ("zero1", "activation_checkpointing={contiguous_memory_optimization: true}", "contiguous_memory_optimization .* with"),
+        ("zero1", "activation_checkpointing={partition_activations: true, contiguous_memory_optimization: true}", "contiguous_memory_optimization .* with"),
         ("zero1", "wall_clock_breakdown=true", r"wall_clock_breakdown \(--set\) with parallel.pipeline(.|\n)*timer"),
         ("zero1", "flops_profiler={enabled: true}", r"flops_profiler.enabled \(--set\) with parallel.pipeline"),
     ],

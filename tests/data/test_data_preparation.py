@@ -228,11 +228,11 @@ def test_a_first_try_that_came_to_nothing_does_not_claim_the_folder(tmp_path):
     source, out = write_jsonl(tmp_path / "a.jsonl", texts(30)), tmp_path / "out"
     with pytest.raises(ConfigError, match="is no file"):
         made(out, ["/no/such"])
-    (out / ".plan.json.0123.tmp").touch()  # killed while it wrote its plan
+    (out / ".plan.json.0123.partial").touch()  # killed while it wrote its plan
     with pytest.raises(ConfigError, match="name the field by --field"):
         made(out, [source], Settings("char", reading=Reading("txt")))
     assert sum(shard.n_documents for shard in made(out, [source]).train) > 0
-    assert not list(out.glob(".*.tmp"))
+    assert not list(out.glob(".*.partial"))
     (tmp_path / "others" / "train").mkdir(parents=True)
     (tmp_path / "others" / "train" / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="others' holds something else"):

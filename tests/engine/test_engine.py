@@ -352,3 +352,29 @@ def deepspeeds_own_verdict(ranks: Any, composed: Composed, key: str, value: Any)
 def test_what_deepspeed_refuses_is_said_in_its_words(key: str, value: Any) -> None:
     (message,) = run_ranks(1, deepspeeds_own_verdict, tiny("zero1", 1), key, value)
     assert message.count("DeepSpeed refuses the configuration: ") == 1 and len(message) > 80
+
+
+# ---- Nothing to measure -------------------------------------------------------------------------------------------------
+
+
+def without_targets(ranks: Any, composed: Composed) -> list[str]:
+    """What is said of batches in which every target is ignored."""
+    from ds_gpt.engine.engine import Engine
+
+    engine = Engine(composed, ranks)
+    size, context = composed.micro_batch_size, composed.run.model.context
+    empty = [(torch.zeros(size, context, dtype=torch.int64), torch.full((size, context), IGNORE_INDEX))] * composed.accumulation_steps
+    said = []
+    for measure in (lambda: engine.evaluate(empty), lambda: engine.step(0, empty, 0.01)):
+        with pytest.raises(ConfigError) as caught:
+            measure()
+        said.append(str(caught.value))
+    engine.close()
+    return said
+
+
+def test_a_loss_over_no_targets_is_refused_alike_on_every_rank() -> None:
+    first, second = run_ranks(2, without_targets, tiny("zero1", 2))
+    assert first == second and first[0] == first[1]
+    for words in ("no token of data.corpus = 'python_docs'", "why: ", "model.context = 16"):
+        assert words in first[0]

@@ -127,6 +127,22 @@ def test_what_a_step_frees_the_next_one_has(stated: dict[str, str], kept: bool) 
     assert (faults < 100) == kept, f"{faults} page faults"
 
 
+@pytest.mark.parametrize(("most", "asked"), [(2**40, [-3, -1]), (2**25, [-3, -3, -1]), (0, [-3, -3])], ids=["new", "before 2.35", "none"])
+def test_an_older_glibc_is_asked_for_what_it_takes(most: int, asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit for blocks of the heap is 32 MiB; the threshold of trimming alone would make it slower than untouched."""
+    for name in ranks_module._MALLOC_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    parameters: list[int] = []
+
+    def mallopt(parameter: int, value: int) -> int:
+        parameters.append(parameter)
+        return int(parameter == -1 or value <= most)
+
+    monkeypatch.setattr(ranks_module.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    ranks_module._keep_freed_memory()
+    assert parameters == asked
+
+
 # ---- Talking ------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from measured_ranks import measured
 from tiny import tiny, tiny_loader, whole_batch
 
 from ds_gpt.config import Composed
+from ds_gpt.engine.tensor_parallel import _attend_apart, _DropoutApart
 from ds_gpt.generation.decoding import generate
 from ds_gpt.generation.options import Sampling
+from ds_gpt.model.attention import attend
 from ds_gpt.model.counts import parameters
 from ds_gpt.model.gpt import GPT
 
@@ -185,3 +188,23 @@ def test_evaluation_and_generation_are_those_of_the_whole_model(options: tuple[s
     for losses, continued in run_ranks(4, used, composed):
         assert losses == pytest.approx(expected, rel=1e-6)
         assert continued == generate(model, PROMPTS, NEW_TOKENS, Sampling(temperature=0))
+
+
+def test_own_dropout_is_no_surprise_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn outside of the compiled graphs, the same as without compiler, and no warning is printed for it."""
+    drop, q_BHTK = _DropoutApart(0.5, 1), torch.randn(1, 2, 8, 4)
+
+    def both(x_BHTK: torch.Tensor) -> torch.Tensor:
+        return drop(_attend_apart(attend, 1, x_BHTK, x_BHTK, x_BHTK, 0.5)) + torch.rand(())
+
+    said: list[logging.LogRecord] = []
+    compiler = logging.getLogger("torch._dynamo")  # PyTorch lets nothing through to the root
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", said.append)
+    monkeypatch.setattr(compiler, "handlers", [*compiler.handlers, handler])
+    results = []
+    for function in (both, torch.compile(both, backend="eager")):
+        torch.manual_seed(3)
+        results.append(function(q_BHTK))
+    assert torch.equal(*results) and (results[0] != 0).any()
+    assert said == []

@@ -79,9 +79,17 @@ def test_arguments_arrive_as_they_were_given(stand_in: StandIn, separator: list[
     assert argv[argv.index(TRAIN) + 1 :] == ODD and option(argv, "--num_gpus") == "3"
 
 
-def test_options_behind_the_first_unknown_one_belong_to_training(stand_in: StandIn) -> None:
-    words = stand_in.dry_run("local.sh", "--config", "a.yaml", "--num_gpus", "7")
-    assert words[words.index(TRAIN) + 1 :] == ["--config", "a.yaml", "--num_gpus", "7"]
+def test_options_of_the_script_may_stand_anywhere(stand_in: StandIn) -> None:
+    result = stand_in.run("local.sh", "--config", "a.yaml", "--num_gpus", "7", "--set", "x=1", "--master_port=31234", "--resume", "--dry-run")
+    assert result.returncode == 0 and not (stand_in.folder / "argv.json").exists()
+    words = words_of(result.stdout)
+    assert words[words.index(TRAIN) + 1 :] == ["--config", "a.yaml", "--set", "x=1", "--resume"]
+    assert (option(words, "--num_gpus"), option(words, "--master_port")) == ("7", "31234")
+
+
+def test_all_behind_the_separator_belongs_to_training(stand_in: StandIn) -> None:
+    words = stand_in.dry_run("local.sh", "--config", "a.yaml", "--", "--num_gpus", "7", "--", "--help")
+    assert words[words.index(TRAIN) + 1 :] == ["--config", "a.yaml", "--num_gpus", "7", "--", "--help"]
     assert option(stand_in.dry_run("local.sh", "--", "--dry-run"), TRAIN) == "--dry-run"
 
 

@@ -49,6 +49,14 @@ def test_every_option_is_passed_on(stand_in: StandIn, hostfile: Callable[[str], 
     assert words[words.index(TRAIN) + 1 :] == ["--num_nodes", "mine"]
 
 
+def test_options_of_the_script_may_stand_anywhere(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
+    path = hostfile("a slots=2\nb slots=2")
+    result = stand_in.run("multi_node.sh", "--config", "c.yaml", "--hostfile", path, "--set", "x=1", "--num_nodes=1", "--resume", "--doctor=only", "--dry-run")
+    words = words_of(result.stdout)
+    assert words[words.index("doctor") + 1 :] == ["--config", "c.yaml", "--set", "x=1", "--resume"]
+    assert (option(words, "--hostfile"), option(words, "--num_nodes")) == (path, "1")
+
+
 def test_the_doctor_comes_first(stand_in: StandIn, hostfile: Callable[[str], str]) -> None:
     options = ["--hostfile", hostfile("a slots=2\nb slots=2"), "--master_port", "30000"]
     train = stand_in.dry_run("multi_node.sh", *options, "--config", "c.yaml")

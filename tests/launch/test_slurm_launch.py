@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until
+from launch_scripts import LAUNCH, REPOSITORY, StandIn, wait_until, words_of
 
 SCRIPT = LAUNCH / "slurm.sbatch"
 TRAIN = str(REPOSITORY / "ds_gpt" / "train.py")
@@ -61,6 +61,12 @@ def test_in_a_job_the_first_node_is_the_meeting_point(slurm: StandIn) -> None:
 def test_a_job_that_is_queued_again_goes_on_in_its_folder(slurm: StandIn, arguments: list[str], restarts: str, expected: list[str]) -> None:
     words = slurm.dry_run("slurm.sbatch", *arguments, SLURM_JOB_NAME="mine", SLURM_RESTART_COUNT=restarts)
     assert words[words.index(TRAIN) + 1 :] == expected
+
+
+def test_options_of_the_script_may_stand_anywhere(slurm: StandIn) -> None:
+    result = slurm.run("slurm.sbatch", "--config", "c.yaml", "--requeue", "--set", "x=1", "--run-dir", "x", "--doctor=only", "--dry-run", "--", "--requeue")
+    words = words_of(result.stdout)
+    assert words[words.index("doctor") + 1 :] == ["--config", "c.yaml", "--set", "x=1", "--run-dir", "x", "--requeue"]
 
 
 def test_outside_of_slurm_it_says_what_to_do(stand_in: StandIn) -> None:
@@ -116,10 +122,8 @@ def job(slurm: StandIn, tmp_path: Path) -> Path:
     every process of the step as Slurm does."""
     (tmp_path / "ds_gpt").mkdir()
     (tmp_path / "ds_gpt" / "train.py").write_text(RANK)
-    (tmp_path / "launch").mkdir()
-    script = tmp_path / "launch" / "slurm.sbatch"
+    shutil.copytree(LAUNCH, tmp_path / "launch")
     # One node that is this machine, met at a loopback address.
-    script.write_text(SCRIPT.read_text())
     slurm.command("scontrol", '[[ "$1" == requeue ]] && echo "$2" >"$STAND_IN/requeued"; echo 127.0.0.1')
     torchrun = Path(sys.executable).with_name("torchrun")
     slurm.command("torchrun", f'echo $$ >>"$STAND_IN/pids"; exec {torchrun} "$@"')
@@ -130,7 +134,7 @@ def job(slurm: StandIn, tmp_path: Path) -> Path:
     (tmp_path / "signal_step.py").write_text(
         "import os, signal\nfor pid in open(os.environ['STAND_IN'] + '/pids').read().split():\n    os.kill(int(pid), signal.SIGINT)\n"
     )
-    return script
+    return tmp_path / "launch" / "slurm.sbatch"
 
 
 def test_ranks_save_when_slurm_warns(slurm: StandIn, job: Path, tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: tuple[str, str], said: s
         read_devices(written(tmp_path, MINE.replace(*change)))
 
 
+def test_a_device_that_is_no_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mine = 3 in the device file .* should be keys with values"):
+        read_devices(written(tmp_path, "mine: 3"))
+
+
 def test_all_problems_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_devices(written(tmp_path, MINE.replace("memory_gib: 10", "memory_gib: -1").replace(", link: 10", "")))

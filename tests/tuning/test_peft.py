@@ -61,6 +61,27 @@ def test_peft_on_the_exported_base_is_our_model(name: str, folder: Path, tmp_pat
     assert all(".lora_" in key for key in held) and len(held) >= 6
 
 
+def test_peft_finds_a_base_that_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = find_saved_model(folder / "gpt2" / "adapters")
+    export(find_saved_model(folder / "gpt2" / "base"), tmp_path / "base", "hf")
+    monkeypatch.chdir(tmp_path)
+    export_adapter(saved, tmp_path / "adapter", base="base")
+    monkeypatch.chdir("/")
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32).eval()
+    torch.testing.assert_close(adapted(TOKENS).logits, saved.load()(TOKENS), rtol=1e-4, atol=1e-5)
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert f"It loads {tmp_path / 'base'}" in card and "AutoPeftModelForCausalLM" in card
+
+
+@pytest.mark.parametrize("base", ["no/such/folder", "./none", "/none", "folder"])
+def test_a_base_that_nobody_could_load_is_refused(base: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"--base '{base}' is (a folder without|neither)"):
+        export_adapter(find_saved_model(folder / "gpt2" / "adapters"), tmp_path / "out", base=base)
+    assert not (tmp_path / "out").exists()
+
+
 def test_exported_whole_a_run_of_adapters_is_merged(folder: Path, tmp_path: Path) -> None:
     for name in ("gpt2", "llama"):
         saved = find_saved_model(folder / name / "adapters")
@@ -88,9 +109,11 @@ def test_the_command_says_what_it_wrote_and_refuses_what_has_no_adapters(
 ) -> None:
     from ds_gpt.commands.export import main
 
-    main([str(folder / "gpt2" / "adapters"), "--format", "peft", "--dtype", "bf16", "--output", str(tmp_path / "out")])
+    adapters = str(folder / "gpt2" / "adapters")
+    main([adapters, "--format", "peft", "--dtype", "bf16", "--base", "org/model-1.5b", "--output", str(tmp_path / "out")])
     assert "as peft, bf16" in capsys.readouterr().out
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "org/model-1.5b"
     assert (config["r"], config["lora_alpha"], config["fan_in_fan_out"]) == (2, 6.0, True)
     assert "transformer.h.0.attn.c_attn" in config["target_modules"]
     assert {tensor.dtype for tensor in peft.load_peft_weights(str(tmp_path / "out")).values()} == {torch.bfloat16}
