@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many of them (default: 8)")
     for name, what in (("tensor", "that share each matrix"), ("pipeline", "that share the blocks"), ("sequence", "that share each sequence")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"devices {what} (default: the run's parallel.{name})")
-    parser.add_argument("--search", action="store_true", help="also over tensor, pipeline and sequence degrees, and over the devices whose price is known")
+    parser.add_argument("--search", action="store_true", help="also over the devices whose price is known and, unless some are given, over tensor, pipeline and sequence degrees")
     parser.add_argument("--price", type=float, metavar="X", help="USD of one device for an hour (default: the list price, where one is known)")
     parser.add_argument("--why", action="store_true", help="explain each setting that does not fit")
     parser.add_argument("--trace", action="store_true", help="also run the real engine on fake tensors for the recommended setting: exact, takes a while")
@@ -66,6 +66,8 @@ def plan(options: argparse.Namespace) -> None:
         if splits:
             found = search.ranked([*found, *search.candidates(options.config, paths[1:4] or paths, device, options.devices, options.overrides, splits)])
     best = search.recommended(found)
+    if options.trace:
+        _check_traceable(best, options)
     if options.write:
         write(Path(options.write), best, device, options)
     if options.plot:
@@ -75,14 +77,21 @@ def plan(options: argparse.Namespace) -> None:
         return
     show(found, device, known, paths, asked, options)
     if options.trace:
-        if best.on_paper or best.shapes.pipeline > 1:
-            raise ConfigError(
-                Problem(
-                    f"--trace: {best.degrees} at ZeRO {best.shapes.stage}", "the trace runs ds_gpt's own engine, as one rank of a group that does not exist; "
-                    "a pipeline's stages wait for each other", "leave the degrees out, or take tensor and sequence alone",
-                )
-            )  # fmt: skip
         show_trace(best, device, options)
+
+
+def _check_traceable(best: Candidate, options: argparse.Namespace) -> None:
+    from ds_gpt.config import ConfigError, Problem
+
+    if options.json:
+        raise ConfigError(Problem("--trace with --json", "the trace is a text, and the JSON is of the candidates alone", "ask for one of them"))
+    if best.on_paper or best.shapes.pipeline > 1:
+        raise ConfigError(
+            Problem(
+                f"--trace: {best.degrees} at ZeRO {best.shapes.stage}", "the trace runs ds_gpt's own engine, as one rank of a group that does not exist; "
+                "a pipeline's stages wait for each other", "leave the degrees out, or take tensor and sequence alone",
+            )
+        )  # fmt: skip
 
 
 def _asked(options: argparse.Namespace, deepspeed_config: str) -> ParallelConfig:
@@ -111,13 +120,13 @@ def show(
     composed = search.composed(options.config, paths[0], device.hardware(1), [*options.overrides, *search.WITHOUT_DEGREES])
     training = composed.run
     steps = training.training.steps
-    print(f"{options.config} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}")
+    print(f"{report.short(options.config, SHIPPED.parent)} on {options.devices:,} x {device.name} ({device.memory_bytes / report.GIB:.1f} GiB), {best.shapes.precision}")
     _lines(note for note in composed.notes if note.startswith("vocabulary"))
     print()
     _lines(report.table(found))
     print()
     if best.fits:
-        _lines(report.recommendation(found, steps, device.price if options.price is None else options.price, device.memory_bytes))
+        _lines(report.recommendation(found, steps, device.price if options.price is None else options.price, device))
     else:
         _lines(report.nothing_fits(found, device))
     if options.search:

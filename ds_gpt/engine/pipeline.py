@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_gpt.config import ConfigError, Problem
 from ds_gpt.engine.grid import Grid
 from ds_gpt.learning.objectives import Measured
 from ds_gpt.model.gpt import GPT
+from ds_gpt.model.stages import check_trained, stage_blocks
 
 Batch = tuple[Tensor, ...]
 LossOf = Callable[[Batch], Measured]
@@ -48,14 +48,15 @@ class Pipeline:
         self._model, self._grid, self._device = model, grid, device
         self._is_first = grid.pipeline_rank == 0
         tied = model.head.weight is model.embedding.tokens.weight
-        tokens = model.embedding.tokens if tied else None
-        cuts = stage_blocks(model, grid.parallel.pipeline)
-        _check_trained(model, cuts)
+        cuts = stage_blocks(model.config, grid.parallel.pipeline)
+        trained = [any(parameter.requires_grad for parameter in block.parameters()) for block in model.blocks]
+        for stage, (start, end) in enumerate(pairwise(cuts)):
+            check_trained(stage, grid.parallel.pipeline, range(start, end), trained.__getitem__)
         _keep(model, cuts, grid)
         self._stage = _Stage(model, self._is_first, grid.is_last_stage)
         # DeepSpeed describes the stages, and makes copies of a tied weight equal by what autograd would follow.
         with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
-            self.module = _pipeline_module(self._stage, tokens, grid)
+            self.module = _pipeline_module(self._stage, tied, grid)
 
     def train(self, deepspeed_engine: Any, micro_batches: Sequence[Batch], loss_of: LossOf) -> list[Measured]:
         """One optimizer step.
@@ -119,39 +120,6 @@ class Pipeline:
         return self.module.mpu().stage_to_global(stage)
 
 
-def stage_blocks(model: GPT, stages: int) -> list[int]:
-    """The first block of each stage, and one past the last block: the largest stage has as few parameters as can be.
-
-    The embedding belongs to the first stage, the norm and the head to the last, where a tied head's copy of the weight
-    counts like any other: each stage keeps weights, gradients and optimizer state. Every stage has a block.
-    """
-    before, *blocks, norm, head = (sum(p.numel() for p in layer.parameters()) for layer in model.as_layers())
-    return balanced(before, blocks, norm + head, stages)
-
-
-def balanced(before: int, blocks: Sequence[int], after: int, stages: int) -> list[int]:
-    """Cut `blocks` in `stages` so that the largest sum is smallest; `before` adds to the first, `after` to the last.
-
-    Among cuts with the same largest sum, the one whose sums have the smallest squares.
-    """
-    sums = [0]
-    for size in blocks:
-        sums.append(sums[-1] + size)
-    # (largest, squares, cuts) of the best way to put the first `end` blocks in as many stages as rounds were made
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [0])}
-    for stage in range(1, stages + 1):
-        found = {}
-        for end in range(stage, len(blocks) - (stages - stage) + 1):
-            options = []
-            for start, (largest, squares, cuts) in best.items():
-                if start < end:
-                    size = sums[end] - sums[start] + before * (stage == 1) + after * (stage == stages)
-                    options.append((max(largest, size), squares + size * size, [*cuts, end]))
-            found[end] = min(options)
-        best = found
-    return best[len(blocks)][2]
-
-
 class _Received(nn.Module):
     """In the embedding's place on a later stage: gives the stream that the stage before sent."""
 
@@ -175,20 +143,6 @@ class _Elsewhere(nn.Module):
 
     def forward(self, x_BTD: Tensor, *_: Any) -> Tensor:
         return x_BTD
-
-
-def _check_trained(model: GPT, cuts: Sequence[int]) -> None:
-    """Refuse adapters of some blocks alone that leave a stage without any: its optimizer would have nothing to step."""
-    for stage, (first, end) in enumerate(pairwise(cuts)):
-        if not any(parameter.requires_grad for block in model.blocks[first:end] for parameter in block.parameters()):
-            raise ConfigError(
-                Problem(
-                    f"lora.targets names no map of blocks {first} to {end - 1}, which are stage {stage} of {len(cuts) - 1}"
-                    " (parallel.pipeline)",
-                    "each stage has an optimizer, which needs something to train",
-                    "add maps of these blocks to lora.targets, or set parallel.pipeline: 1",
-                )
-            )
 
 
 def _keep(model: GPT, cuts: Sequence[int], grid: Grid) -> None:
@@ -228,7 +182,7 @@ class _Stage(nn.Module):
         return found.loss_sum / found.share
 
 
-def _pipeline_module(stage: _Stage, tied: nn.Embedding | None, grid: Grid) -> Any:
+def _pipeline_module(stage: _Stage, tied: bool, grid: Grid) -> Any:
     """DeepSpeed's module for a pipeline in which each stage is one layer.
 
     DeepSpeed builds the layers of this rank alone, so `stage` may stand for those of all ranks.
@@ -236,10 +190,11 @@ def _pipeline_module(stage: _Stage, tied: nn.Embedding | None, grid: Grid) -> An
     from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 
     layers: list[Any] = [stage] * grid.parallel.pipeline
-    if tied is not None:
+    if tied:
         # The module that DeepSpeed knows to be shared must hold nothing else: it would train a second copy of it.
         spec = TiedLayerSpec("tokens", nn.Embedding, forward_fn=lambda _, received: stage(received))
-        spec.build = lambda log=False: tied
+        # It is asked for on the first and the last stage; whoever kept it for the others would hold a matrix that they do not use.
+        spec.build = lambda log=False: stage.model.embedding.tokens
         layers[0] = layers[-1] = spec
     module = PipelineModule(layers, topology=grid.topology(), partition_method="uniform")
     module.add_module("stage", stage)

@@ -40,10 +40,8 @@ def attend(
 
 def visible(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
     """Which keys each query sees, TS: those up to its own, at most `window` of them."""
-    places_T = torch.arange(attended - length, attended, device=device)
-    distance_TS = places_T[:, None] - torch.arange(attended, device=device)
-    seen_TS = distance_TS >= 0
-    return seen_TS if window is None else seen_TS & (distance_TS < window)
+    seen_TS = _rows(_visible_from(length, attended, window, device), attended)
+    return seen_TS
 
 
 @lru_cache(maxsize=2)
@@ -53,7 +51,21 @@ def mask(length: int, attended: int, window: int | None, dtype: torch.dtype, dev
 
     One for all layers, each of which keeps it for the backward pass.
     """
-    return additive(visible(length, attended, window, device), dtype)
+    return _rows(additive(_visible_from(length, attended, window, device), dtype), attended)
+
+
+def _visible_from(length: int, attended: int, window: int | None, device: torch.device) -> Tensor:
+    """Whether a query sees a key, by how far before it the key is: from S - 1, the last query's first, to 1 - T."""
+    distance = torch.arange(attended - 1, -length, -1, device=device)
+    return (distance >= 0) & (distance < (attended if window is None else window))
+
+
+def _rows(by_distance: Tensor, attended: int) -> Tensor:
+    """TS from what depends on the distance of query and key alone: each query's row is the next one's, moved by a key.
+
+    Nothing else of this size is made on the way: T x S distances in int64 would be four times a mask in bf16.
+    """
+    return by_distance.unfold(0, attended, 1).flip(0).contiguous()
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +73,7 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
     Attention makes the same of a mask of bools, but in every layer anew, and each keeps its own for the backward pass.
     """
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return torch.full(seen.shape, -torch.inf, dtype=dtype, device=seen.device).masked_fill_(seen, 0)
 
 
 @torch.no_grad()

@@ -42,10 +42,19 @@ def flops_per_token(config: ModelConfig, context: int | None = None) -> int:
 
     `context` is the sequence length T in tokens; None means the model's own.
     """
+    return config.layers * block_flops_per_token(config, context) + head_flops_per_token(config)
+
+
+def block_flops_per_token(config: ModelConfig, context: int | None = None) -> int:
+    """The share of `flops_per_token` of one block."""
     length = config.context if context is None else context
     attended = length if config.sliding_window is None else min(length, config.sliding_window)
-    looked_up = position_parameters(config) + (0 if config.tied_head else config.vocabulary * config.width)
-    return 6 * (parameters(config) - looked_up) + 12 * config.layers * config.width * attended
+    return 6 * block_parameters(config) + 12 * config.width * attended
+
+
+def head_flops_per_token(config: ModelConfig) -> int:
+    """The share of `flops_per_token` of the last norm and the head."""
+    return 6 * (config.vocabulary * config.width + _norm(config))
 
 
 def training_flops_per_token(

@@ -149,7 +149,8 @@ class GPT(nn.Module):
         if prefix_B is not None:
             seen_BTS = seen_BTS | (torch.arange(attended, device=x_BTD.device) < prefix_B[:, None])[:, None]
         if documents_BT is not None:
-            seen_BTS = seen_BTS & (documents_BT[:, :, None] == documents_BT[:, None, :])
+            same_BTS = documents_BT[:, :, None] == documents_BT[:, None, :]
+            seen_BTS = same_BTS.logical_and_(seen_BTS)
         return turns, additive(seen_BTS, x_BTD.dtype)
 
     def as_layers(self) -> list[nn.Module]:

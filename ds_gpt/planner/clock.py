@@ -46,27 +46,28 @@ _PLAIN, _PLAIN_DROPOUT = {2: (10, 14), 4: (24, 30)}, {2: (5, 5), 4: (15, 17)}
 class Clock:
     """One pipeline stage: `forward_s` and `backward_s` of a micro-step, and `parts` of a whole optimizer step."""
 
-    def __init__(self, shapes: Shapes, device: Device, constants: Constants, first: bool, last: bool) -> None:
+    def __init__(self, shapes: Shapes, device: Device, constants: Constants, stage: int) -> None:
         self.shapes, self.device, self.constants = shapes, device, constants
         self.peak = device.peak(shapes.precision)
         self.bandwidth = device.bandwidth * constants.bandwidth
-        parameters = shapes.parameters(first, last)
+        parameters = shapes.parameters(stage)
         self.parameters = sum(parameter.elements for parameter in parameters)
         self.trained = sum(parameter.elements for parameter in parameters if parameter.trained)
         self.embedding = sum(parameter.elements for parameter in parameters if parameter.name in ("tokens", "positions"))
         self.forward_s = self.backward_s = 0.0
-        self.parts = self._compute(last)
+        self.blocks = shapes.blocks(stage)
+        self.parts = self._compute(has_head=stage == shapes.pipeline - 1)
 
     def _compute(self, has_head: bool) -> dict[str, float]:
         """Matrices, attention, element-wise and recomputation, over all micro-steps."""
         shapes, model, tensor = self.shapes, self.shapes.model, self.shapes.tensor
         width, hidden, tokens = model.width, model.hidden_width, shapes.tokens
-        layers = -(-model.layers // shapes.pipeline)
+        layers = len(self.blocks)
         into = 2 if model.ffn == "swiglu" else 1  # matrices that make the hidden values
         projected = width + 2 * model.key_heads * model.head_width
         maps = ((width, projected // tensor), (width // tensor, width), *into * ((width, hidden // tensor),), (hidden // tensor, width))
         linear = sum(self._matrix(tokens, inputs, outputs) for inputs, outputs in maps)
-        adapters, adapters_backward = self._adapters(layers)
+        adapters, adapters_backward = self._adapters()
         vocabulary, task = shapes.vocabulary, shapes.task
         head = self._matrix(tokens, width, vocabulary) * has_head
         # What a frozen matrix has no gradient of is not computed. Of answers, each chunk's logits are computed twice.
@@ -100,9 +101,8 @@ class Clock:
     def _attention(self) -> tuple[float, float]:
         """Forward and backward."""
         shapes, model = self.shapes, self.shapes.model
-        attended = min(shapes.context, 2 * (model.sliding_window or shapes.context))  # on average half of it, or all of a window
-        pairs = shapes.tokens * attended * model.width / shapes.tensor
-        if shapes.trainer.attention == "flash" and shapes.task.masked:
+        pairs = shapes.tokens * shapes.context * model.width / shapes.tensor
+        if shapes.trainer.attention == "flash" and shapes.masked:
             # A kernel that takes a mask computes all scores, and reads the mask for each head.
             read = shapes.element * shapes.tokens * shapes.context * model.heads / shapes.tensor
             forward = max(4 * shapes.tokens * shapes.context * model.width / shapes.tensor / (self.peak * self.constants.attention), self._pass(read, 1))
@@ -118,13 +118,13 @@ class Clock:
         less = 0.6 if shapes.trainer.fused else 1.0  # scale, mask and softmax in one kernel
         return 2 * arithmetic + self._pass(less * moved[0] * scores, 6), 4 * arithmetic + self._pass(less * moved[1] * scores, 9)
 
-    def _adapters(self, layers: int) -> tuple[float, float]:
+    def _adapters(self) -> tuple[float, float]:
         """Forward and backward of all adapters: two narrow matrices each, and passes over the map's result: scaled, and added."""
         shapes, task = self.shapes, self.shapes.task
         forward = backward = 0.0
         if task.lora.rank is None:
             return forward, backward
-        for block in range(layers):
+        for block in self.blocks:
             for name, (inputs, outputs) in linear_maps(shapes.model).items():
                 if (rank := task.rank(block, name)) is not None:
                     narrow = self._matrix(shapes.tokens, inputs, rank) + self._matrix(shapes.tokens, rank, outputs)

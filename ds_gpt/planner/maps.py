@@ -8,7 +8,7 @@ from ds_gpt.planner.copies import ACTIVATIONS, BACKWARD
 from ds_gpt.planner.ledger import Ledger
 from ds_gpt.planner.shapes import Shapes
 
-Complete = Callable[[range], None]
+Complete = Callable[..., None]
 
 
 class Maps:
@@ -20,7 +20,7 @@ class Maps:
 
     Args:
         places: parameters of the block's modules, by name.
-        complete: is called with parameters whose gradients are made.
+        complete: is called with parameters whose gradients are made, and with what frees what these were made of.
     """
 
     def __init__(self, shapes: Shapes, ledger: Ledger, places: Mapping[str, range], complete: Complete) -> None:
@@ -53,10 +53,11 @@ class Maps:
             self.ledger.take(ACTIVATIONS, most)
             self.ledger.give(ACTIVATIONS, most)
 
-    def backward(self, name: str, outputs: int, inputs: int) -> None:
+    def backward(self, name: str, outputs: int, inputs: int, spent: int, read: int) -> None:
         """From the gradient of a map's result to that of what it reads: bytes `outputs` and `inputs`.
 
-        The former is on the ledger, and stays; the latter is taken.
+        The former is on the ledger; the latter is taken. `spent` bytes of the former, and `read` of what was kept for the
+        backward pass, are free when all gradients are made, and before DeepSpeed hears of those of the parameters.
         """
         ledger = self.ledger
         if self.adapted(name):
@@ -70,6 +71,11 @@ class Maps:
                 ledger.take(BACKWARD, inputs)
                 ledger.give(BACKWARD, inputs)
             ledger.give(ACTIVATIONS, self.beside(name, inputs))
+
+        def free() -> None:
+            ledger.give(BACKWARD, spent)
+            ledger.give(ACTIVATIONS, read)
+
         ledger.take(BACKWARD, inputs)
-        self.complete(self.places[name])
+        self.complete(self.places[name], free)
         ledger.give(BACKWARD, inputs if self.adapted(name) else 0)  # the sum of both

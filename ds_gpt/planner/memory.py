@@ -19,7 +19,7 @@ from ds_gpt.config import Composed
 from ds_gpt.planner.copies import ACTIVATIONS
 from ds_gpt.planner.ledger import Ledger, Moment
 from ds_gpt.planner.shapes import Shapes
-from ds_gpt.planner.walk import Walk, constants
+from ds_gpt.planner.walk import Walk
 from ds_gpt.planner.zero3 import sharding
 
 
@@ -51,28 +51,33 @@ def memory(composed: Composed) -> Memory:
 
 def memory_of(shapes: Shapes, last_stage: bool = False) -> Memory:
     """Memory of the fullest rank in a step like all but the first: the optimizer's state exists. `last_stage`: of that alone."""
-    if shapes.pipeline == 1:
-        return _stage(shapes, True, True, 1)
-    last = _stage(shapes, False, True, 1)
-    if last_stage:
-        return last
-    # One forward, one backward (Narayanan et al. 2021, section 2.2): the first stage holds as many micro-batches as there are stages.
-    first = _stage(shapes, True, False, min(shapes.pipeline, shapes.accumulation))
-    return max(first, last, key=lambda memory: memory.peak.bytes)
+    stages = [shapes.pipeline - 1] if last_stage else shapes.kinds_of_stages()
+    return max((memory_of_stage(shapes, stage) for stage in stages), key=lambda memory: memory.peak.bytes)
 
 
 @functools.lru_cache(maxsize=4096)  # one setting is looked at for device after device
-def _stage(shapes: Shapes, first: bool, last: bool, in_flight: int) -> Memory:
+def memory_of_stage(shapes: Shapes, stage: int) -> Memory:
+    """The same of the ranks of one pipeline stage, counted from 0."""
+    # One forward, one backward (Narayanan et al. 2021, section 2.2): the first stage holds as many micro-batches as there are stages.
+    in_flight = min(shapes.pipeline - stage, shapes.accumulation)
     ledger = Ledger()
-    parameters = shapes.parameters(first, last)
+    parameters = shapes.parameters(stage)
     zero = sharding(shapes, parameters, ledger)
     resident = {kind: size for kind, size in ledger.held.items() if size}
     ledger.take(ACTIVATIONS, 8 * shapes.task.arrays * shapes.tokens * shapes.accumulation)  # token ids and the like, int64
-    ledger.take(ACTIVATIONS, constants(shapes))
+    ledger.take(ACTIVATIONS, _constants(shapes))
     micro_steps = min(shapes.accumulation, 2)  # the first, and the last, which finds accumulated gradients
     for number in range(micro_steps):
-        walk = Walk(shapes, parameters, ledger, zero, accumulated=number > 0, first=first, last=last)
+        walk = Walk(shapes, parameters, ledger, zero, accumulated=number > 0, stage=stage)
         walk.micro_step(in_flight, last=number == micro_steps - 1)
     zero.step()
     ledger.end("step")
     return Memory(ledger.fullest(), tuple(ledger.moments), resident, zero.host_bytes)
+
+
+def _constants(shapes: Shapes) -> int:
+    """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
+    model, element, task = shapes.model, shapes.element, shapes.task
+    mask = element * shapes.context**2 if shapes.masked and not task.masked else 0
+    own = (shapes.rows if task.own_positions else 1) * shapes.context // shapes.sequence  # positions of this rank's tokens
+    return mask + (2 * element * own * model.head_width if model.positions == "rotary" else 0)

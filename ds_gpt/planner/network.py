@@ -20,12 +20,12 @@ class Network:
         rate = device.link if ranks <= inside else min(device.link, device.network * inside)
         return rate * self.constants.link
 
-    def within_the_model(self) -> dict[str, float]:
-        """What tensor, sequence and pipeline parallelism send in a step; nothing can be computed meanwhile."""
+    def within_the_model(self, blocks: int) -> dict[str, float]:
+        """What tensor, sequence and pipeline parallelism send in a step for so many blocks; nothing can be computed meanwhile."""
         shapes = self.shapes
         x = shapes.element * shapes.tokens * shapes.model.width
         passes = 3 if shapes.policy == "full" else 2  # forward, backward, and forward again
-        blocks = shapes.accumulation * -(-shapes.model.layers // shapes.pipeline)
+        blocks *= shapes.accumulation
         parts = {}
         if shapes.tensor > 1:
             # All-reduces after attention and after the feed-forward, each sent (t - 1) / t twice (Shoeybi et al. 2019, section 3).

@@ -72,7 +72,8 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
     shown = rows(found)
     split = max([0, *(len(str(candidate.degrees)) + 2 for candidate in shown[:_ROWS])]) if any(candidate.degrees.used for candidate in shown[:_ROWS]) else 0
     heads = f"{'split':<{split}}" if split else ""
-    yield f"{heads}ZeRO         micro x acc  checkpointing  allocated GiB  peak in           headroom GiB  tokens/s        MFU"
+    unit, unit_bytes = _size_unit(max(candidate.memory.peak.bytes for candidate in shown[:_ROWS]))
+    yield f"{heads}ZeRO         micro x acc  checkpointing  allocated {unit}  peak in           headroom GiB  tokens/s        MFU"
     for candidate in shown[:_ROWS]:
         shapes, memory, speed = candidate.shapes, candidate.memory, candidate.speed
         micro = f"{shapes.micro_batch} x {shapes.accumulation}"
@@ -81,7 +82,7 @@ def table(found: Sequence[Candidate]) -> Iterator[str]:
             fits += "  on paper"
         yield (
             f"{str(candidate.degrees) if split else '':<{split}}{stage(candidate):<11}  {micro:<11}  {shapes.policy or 'off':<13}  "
-            f"{memory.peak.bytes / GIB:<13.2f}  {memory.peak.phase:<16}  {candidate.headroom_bytes / GIB:<12.1f}  {fits}"
+            f"{memory.peak.bytes / unit_bytes:<13.2f}  {memory.peak.phase:<16}  {candidate.headroom_bytes / GIB:<12.1f}  {fits}"
         )
     if len(shown) > _ROWS:
         yield f"and {len(shown) - _ROWS} more kinds; --json lists every setting"
@@ -110,26 +111,34 @@ def _whole(candidate: Candidate) -> Sequence[Any]:
     return replace(candidate.shapes, tensor=1, pipeline=1).parameters()
 
 
-def recommendation(found: Sequence[Candidate], steps: int, price: float | None, limit: int) -> Iterator[str]:
-    """The fastest that fits in detail, and the one behind it. `limit`: the device's bytes."""
+def recommendation(found: Sequence[Candidate], steps: int, price: float | None, device: Device) -> Iterator[str]:
+    """The fastest that fits in detail, and the one behind it. `price`: USD of a device for an hour."""
     best = recommended(found)
     speed, shapes = best.speed, best.shapes
-    low, high = (f"{bound * 1000:,.0f}" for bound in speed.range_s)
+    usual, low, high = (f"{seconds * 1000:,.{0 if seconds > 0.1 else 1}f}" for seconds in (speed.step_s, *speed.range_s))
     fastest = next(candidate for candidate in found if candidate.on_paper == best.on_paper)
     as_good = "" if best is fastest else ", to 2%, and shards least"
     yield f"fastest that fits{as_good}: {label(best)}"
-    yield f"  {speed.step_s * 1000:,.0f} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}"
+    yield f"  {usual} ms a step (between {low} and {high}), {speed.tokens_per_s:,.0f} tokens/s, MFU {speed.mfu:.1%}"
     total = sum(speed.parts.values())
     yield "  time: " + ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in sorted(speed.parts.items(), key=lambda part: -part[1]) if seconds / total > 0.005)
     training_s = steps * speed.step_s
     unit, unit_s = _unit(training_s)
     shortest, longest = (steps * bound / unit_s for bound in speed.range_s)
-    cost = f", {training_s / 3600 * shapes.devices * price:,.0f} USD at {price:g} a device and hour" if price is not None else ""
+    usd = training_s / 3600 * shapes.devices * (price or 0.0)
+    dollars = f"{usd:,.0f}" if usd >= 100 else f"{usd:.2f}" if usd >= 0.01 or not price else "less than 0.01"
+    cost = f", {dollars} USD at {price:g} a device and hour" if price is not None else ""
     yield f"  {steps:,} steps: {training_s / unit_s:.1f} {unit} (between {shortest:.1f} and {longest:.1f}){cost}"
     kinds = sorted(best.memory.peak.kinds.items(), key=lambda kind: -kind[1])
-    host = f"; {best.memory.host_bytes / GIB:.1f} GiB of host memory for each device" if best.memory.host_bytes else ""
-    yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * GIB) + f" GiB{host}"
-    yield f"  with context, NCCL and fragments: {best.needed_bytes[0] / GIB:.1f} to {best.needed_bytes[1] / GIB:.1f} GiB; nvidia-smi will show about {min(best.shown_bytes, limit) / GIB:.0f}, with what the allocator keeps"
+    host = f"; {_sized(best.memory.host_bytes)} of host memory for each device" if best.memory.host_bytes else ""
+    unit, unit_bytes = _size_unit(best.memory.peak.bytes)
+    yield f"  memory, fullest in {best.memory.peak.phase}: " + ", ".join(f"{kind} {size / unit_bytes:.2f}" for kind, size in kinds if size > 0.005 * unit_bytes) + f" {unit}{host}"
+    least, most = (_sized(size) for size in best.needed_bytes)
+    if device.kind == "cuda":
+        shown = _sized(min(best.shown_bytes, device.memory_bytes))
+        yield f"  with context, NCCL and fragments: {least} to {most}; nvidia-smi will show about {shown}, with what the allocator keeps"
+    else:
+        yield f"  with what the allocator wastes: {least} to {most}"
     if shapes.offload_optimizer:
         yield "  the time of what is offloaded is a guess: no published run checks it"
     if shapes.task != PRETRAINING:
@@ -142,12 +151,22 @@ def recommendation(found: Sequence[Candidate], steps: int, price: float | None, 
     others = (other for other in found if other.fits and (other.shapes.stage, other.shapes.policy, other.degrees, other.shapes.offload_optimizer) != kind)
     behind = next(others, None)
     if behind:
-        yield f"runner-up{', on paper' if behind.on_paper else ''}: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {behind.needed_bytes[1] / GIB:.1f} GiB"
+        yield f"runner-up{', on paper' if behind.on_paper else ''}: {label(behind)}: {behind.speed.tokens_per_s:,.0f} tokens/s, {_sized(behind.needed_bytes[1])}"
+
+
+def _size_unit(size: float) -> tuple[str, int]:
+    """In which unit so many bytes read best, and the bytes in one."""
+    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)
+
+
+def _sized(size: float) -> str:
+    unit, unit_bytes = _size_unit(size)
+    return f"{size / unit_bytes:,.1f} {unit}"
 
 
 def _unit(seconds: float) -> tuple[str, float]:
     """In which unit a duration reads best, and the seconds in one."""
-    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((unit for unit in units if seconds >= unit[1]), units[-1])
 
 

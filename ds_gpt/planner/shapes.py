@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_gpt.config import Composed, ConfigError, ModelConfig, Problem
 from ds_gpt.model.counts import linear_maps, training_flops_per_token
+from ds_gpt.model.stages import check_trained, stage_blocks
 from ds_gpt.planner.task import PRETRAINING, Task
 from ds_gpt.planner.trainers import DS_GPT, Trainer
 
@@ -153,6 +154,12 @@ class Shapes:
         return self.length or self.model.context
 
     @property
+    def masked(self) -> bool:
+        """Whether attention reads a mask: not all tokens before are seen, or not they alone."""
+        window = self.model.sliding_window
+        return self.task.masked or (window is not None and window < self.context)
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the head's matrix on this rank: tokens to tell apart, or the one number of a reward model."""
         if self.task.loss == "reward":
@@ -178,10 +185,31 @@ class Shapes:
         """Elements that one rank keeps of so many."""
         return -(-elements // self.shards)
 
-    def parameters(self, first: bool = True, last: bool = True) -> tuple[Parameter, ...]:
-        """What one pipeline stage has before ZeRO shards it, in the model's order; `first` and `last`: which stage."""
-        blocks = -(-self.model.layers // self.pipeline)
-        return _parameters(self.model, self.task, blocks, self.tensor, self.tensor if self.trainer.vocabulary_parallel else 1, first, last)
+    def blocks(self, stage: int) -> range:
+        """Which blocks a pipeline stage has: as the engine cuts them, or as many each (Megatron)."""
+        layers, stages = self.model.layers, self.pipeline
+        cuts = stage_blocks(self.model, stages) if self.trainer == DS_GPT else [layers * place // stages for place in range(stages + 1)]
+        return range(cuts[stage], cuts[stage + 1])
+
+    def kinds_of_stages(self) -> list[int]:
+        """One stage of each kind, the first of it, which keeps the most micro-batches.
+
+        Raises:
+            ConfigError: adapters are trained, and a stage has none.
+        """
+        found: dict[tuple[Any, ...], int] = {}
+        for stage in range(self.pipeline):
+            blocks = self.blocks(stage)
+            ranks = {block: tuple(self.task.rank(block, name) for name in linear_maps(self.model)) for block in blocks if self.task.adapts}
+            if self.task.adapts and self.pipeline > 1:
+                check_trained(stage, self.pipeline, blocks, lambda block, ranks=ranks: any(ranks[block]))
+            found.setdefault((stage == 0, stage == self.pipeline - 1, len(blocks), *ranks.values()), stage)
+        return list(found.values())
+
+    def parameters(self, stage: int = 0) -> tuple[Parameter, ...]:
+        """What one pipeline stage has before ZeRO shards it, in the model's order."""
+        vocabulary = self.tensor if self.trainer.vocabulary_parallel else 1
+        return _parameters(self.model, self.task, self.blocks(stage), self.tensor, vocabulary, stage == 0, stage == self.pipeline - 1)
 
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
@@ -194,10 +222,10 @@ Module = tuple[str, list[tuple[int, bool]], bool]
 
 @lru_cache(maxsize=256)
 def _parameters(
-    model: ModelConfig, task: Task, blocks: int, tensor: int, vocabulary: int, first: bool, last: bool
+    model: ModelConfig, task: Task, blocks: range, tensor: int, vocabulary: int, first: bool, last: bool
 ) -> tuple[Parameter, ...]:
     modules = _embedding(model, vocabulary, not task.adapts) if first else []
-    for block in range(blocks):
+    for block in blocks:
         modules += block_modules(model, tensor, task, block)
     modules += _tail(model, task, vocabulary, own_head=not (model.tied_head and first)) if last else []
     offsets = {True: 0, False: 0}
@@ -246,10 +274,10 @@ def block_modules(model: ModelConfig, tensor: int, task: Task, block: int) -> li
 
 
 @lru_cache(maxsize=64)
-def block_places(model: ModelConfig, tensor: int, task: Task, blocks: int) -> tuple[dict[str, range], ...]:
+def block_places(model: ModelConfig, tensor: int, task: Task, blocks: range) -> tuple[dict[str, range], ...]:
     """Of each block: which of its parameters a module has, counted from the block's first."""
     result = []
-    for block in range(blocks):
+    for block in blocks:
         places, count = {}, 0
         for name, sizes, _ in block_modules(model, tensor, task, block):
             places[name] = range(count, count + len(sizes))

@@ -53,11 +53,11 @@ def speed(composed: Composed, device: Device) -> Speed:
 def speed_of(shapes: Shapes, device: Device, constants: Constants | None = None) -> Speed:
     """Speed of a run on `device`, one rank each. Of a pipeline, the slowest stage sets the pace."""
     constants = constants or Constants()
-    ends = ((True, True),) if shapes.pipeline == 1 else ((True, False), (False, True))
-    clock = max((Clock(shapes, device, constants, *end) for end in ends), key=lambda clock: clock.forward_s + clock.backward_s)
+    stages = (Clock(shapes, device, constants, stage) for stage in shapes.kinds_of_stages())
+    clock = max(stages, key=lambda clock: clock.forward_s + clock.backward_s)
     parts = dict(clock.parts)
     network = Network(shapes, device, constants)
-    parts |= network.within_the_model()
+    parts |= network.within_the_model(len(clock.blocks))
     reduced, gathered = network.zero(clock.parameters, clock.trained)
     exposed = network.exposed(reduced, gathered, clock)
     if shapes.pipeline > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ds_gpt.planner.copies import ACTIVATIONS, BACKWARD, LOGITS, Copies
@@ -12,29 +12,17 @@ from ds_gpt.planner.shapes import Parameter, Shapes, block_places
 from ds_gpt.planner.zero import GRADIENTS, WEIGHTS, Sharding
 
 
-def constants(shapes: Shapes) -> int:
-    """Bytes that all layers share: the mask of a sliding window, and the rotation of rotary positions."""
-    model, element, task = shapes.model, shapes.element, shapes.task
-    mask = element * shapes.context**2 if _masked(shapes) and not task.masked else 0
-    own = (shapes.rows if task.own_positions else 1) * shapes.context // shapes.sequence  # positions of this rank's tokens
-    return mask + (2 * element * own * model.head_width if model.positions == "rotary" else 0)
-
-
-def _masked(shapes: Shapes) -> bool:
-    window = shapes.model.sliding_window
-    return shapes.task.masked or (window is not None and window < shapes.context)
-
-
 class Walk:
     """The pass. Sizes in bytes: `r` of the residual stream, `x` of what the matrices read of it, `q` of this rank's queries, `y` of its
     keys, `h` of its hidden units."""
 
-    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, first: bool, last: bool) -> None:
+    def __init__(self, shapes: Shapes, parameters: Sequence[Parameter], ledger: Ledger, zero: Sharding, accumulated: bool, stage: int) -> None:
         self.shapes, self.parameters, self.ledger, self.zero = shapes, parameters, ledger, zero
-        self.first, self.last = first, last
+        self.first, self.last = stage == 0, stage == shapes.pipeline - 1
         model, element, trainer, tensor = shapes.model, shapes.element, shapes.trainer, shapes.tensor
         spread = tensor if trainer.norms_parallel else 1
         self.r = (4 if trainer.autocast else element) * shapes.tokens * model.width // spread
+        self.received = 0 if self.first or trainer.states else self.r  # from the stage before, of which DeepSpeed makes a copy to compute with
         self.x = element * shapes.tokens * model.width // spread
         self.q = element * shapes.tokens * model.width // tensor
         self.y = element * shapes.tokens * model.key_heads * model.head_width // tensor
@@ -56,23 +44,24 @@ class Walk:
         self.copies = Copies(ledger, element, trainer, model.dropout > 0)
         # At ZeRO 0 and 1 gradients wait; where they were accumulated before, each new one is added in place and freed.
         self.in_place = accumulated and shapes.stage <= 1
-        self.blocks = -(-model.layers // shapes.pipeline)
-        self.start = (2 if model.positions == "learned" else 1) if first else 0  # parameters before the first block
+        self.start = (2 if model.positions == "learned" else 1) if self.first else 0  # parameters before the first block
         self.maps: list[Maps] = []
         end = self.start
-        for places in block_places(model, tensor, shapes.task, self.blocks):
+        for places in block_places(model, tensor, shapes.task, shapes.blocks(stage)):
             moved = {name: range(end + place.start, end + place.stop) for name, place in places.items()}
             self.maps.append(Maps(shapes, ledger, moved, self._complete))
             end = moved["down.B" if "down.B" in moved else "down"].stop
         self.tail = range(end, len(parameters))
         self.frozen = shapes.task.adapts
-        self.tied = model.tied_head and first and shapes.task.loss != "reward"  # otherwise this stage's head has a matrix of its own
+        self.tied = model.tied_head and self.first and shapes.task.loss != "reward"  # otherwise this stage's head has a matrix of its own
         self.head_trained = not self.frozen or shapes.task.loss == "reward"
         self.head_reads = self.x if self.head_trained or self.maps[0].stays or shapes.task.loss == "answers" else 0
 
     def micro_step(self, in_flight: int, last: bool) -> None:
         """Forward, loss, backward; `in_flight` micro-batches have gone forward when the first goes back."""
-        ledger, before = self.ledger, self.ledger.held[ACTIVATIONS]
+        ledger = self.ledger
+        ledger.take(ACTIVATIONS, self.received)  # DeepSpeed's buffer for it
+        before = ledger.held[ACTIVATIONS]
         cast = self.shapes.element * sum(parameter.elements for parameter in self.parameters) if self.shapes.trainer.autocast else 0
         ledger.take(WEIGHTS, cast)
         self._embed()
@@ -93,7 +82,7 @@ class Walk:
             self._backward(maps)
             self.zero.release(*self._span(maps))
         self._backward_of_embedding()
-        ledger.give(ACTIVATIONS, others + masks)
+        ledger.give(ACTIVATIONS, others + masks + self.received)
         ledger.give(WEIGHTS, cast)
         self.zero.reduce(last)
         ledger.end("backward")
@@ -126,7 +115,7 @@ class Walk:
 
     def _embed(self) -> None:
         if not self.first:
-            self.ledger.take(ACTIVATIONS, self.r)  # from the stage before
+            self.ledger.take(ACTIVATIONS, self.r + self.received)
             return
         self.zero.gather(0, self.start)
         learned = self.r + self.r // (1 if self.shapes.task.own_positions else self.shapes.rows) if self.start == 2 else 0
@@ -137,12 +126,12 @@ class Walk:
             self.ledger.give(ACTIVATIONS, self.r + (self.mask if self.frozen else 0))
 
     def _make_masks(self) -> int:
-        """Bytes of what says, for each sequence, what its tokens see; made of as many bools, more than once."""
+        """Bytes of what says, for each sequence, what its tokens see; made of as many bools."""
         if not self.shapes.task.masked:
             return 0
         seen = self.shapes.rows * self.shapes.context**2
-        self.ledger.take(ACTIVATIONS, (self.shapes.element + 2) * seen)
-        self.ledger.give(ACTIVATIONS, 2 * seen)
+        self.ledger.take(ACTIVATIONS, (self.shapes.element + 1) * seen)
+        self.ledger.give(ACTIVATIONS, seen)
         return self.shapes.element * seen
 
     def _heads(self) -> int:
@@ -150,7 +139,7 @@ class Walk:
         q, y, model = self.q, self.y, self.shapes.model
         projected, grouped = q + 2 * y, model.key_heads < model.heads
         rotary, exchanged = model.positions == "rotary", self.shapes.sequence > 1
-        if _masked(self.shapes) and grouped:  # keys and values are repeated, so the projection's are not kept
+        if self.shapes.masked and grouped:  # keys and values are repeated, so the projection's are not kept
             kept = 3 * q
         elif exchanged:  # what came from the other ranks
             kept = q + 2 * y
@@ -159,7 +148,7 @@ class Walk:
         else:
             kept = q if grouped else 0  # queries are a copy where they are not evenly spaced
         statistics = 2 * self.shapes.element * self.shapes.tokens * (model.heads + model.key_heads) // self.shapes.tensor
-        needed = model.qk_norm or not (rotary or exchanged or (_masked(self.shapes) and grouped))
+        needed = model.qk_norm or not (rotary or exchanged or (self.shapes.masked and grouped))
         return kept + (projected if needed else 0) + (statistics if model.qk_norm else 0)
 
     def _attention_kept(self, maps: Maps) -> int:
@@ -245,10 +234,13 @@ class Walk:
     def _weight_gradient(self, elements: int) -> None:
         self.ledger.take(GRADIENTS, elements * self.zero.fresh)
 
-    def _complete(self, indices: range) -> None:
-        """Gradients of these parameters are made, and ready."""
-        for parameter in filter(attrgetter("trained"), self.parameters[indices.start : indices.stop]):
+    def _complete(self, indices: range, free: Callable[[], None] = lambda: None) -> None:
+        """Gradients of these parameters are made at once, and ready one after another, a bias before its matrix."""
+        trained = list(filter(attrgetter("trained"), self.parameters[indices.start : indices.stop]))
+        for parameter in trained:
             self._weight_gradient(parameter.elements)
+        free()
+        for parameter in reversed(trained):
             self._made(parameter)
 
     def _made(self, parameter: Parameter) -> None:
@@ -276,20 +268,14 @@ class Walk:
         dropped = x if self.mask else 0
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        maps.backward("down", x, h)
-        ledger.give(BACKWARD, dropped)
-        ledger.give(ACTIVATIONS, maps.reads(h, "down"))
+        maps.backward("down", x, h, dropped, maps.reads(h, "down"))
         self._backward_of_activation(maps)
-        ledger.give(ACTIVATIONS, maps.reads(x, *(("gate", "up") if self.gated else ("up",))))
         self._backward_of_norm(maps.places["feed_forward_norm"])
         ledger.give(ACTIVATIONS, self.r + self.statistics)
         ledger.take(BACKWARD, dropped)
         ledger.give(ACTIVATIONS, self.mask)
-        maps.backward("out", x, self.q)
-        ledger.give(BACKWARD, dropped)
-        ledger.give(ACTIVATIONS, self.exchanged)
+        maps.backward("out", x, self.q, dropped, self.exchanged)
         self._backward_of_attention(maps)
-        ledger.give(ACTIVATIONS, maps.reads(x, "qkv"))
         self._backward_of_norm(maps.places["attention_norm"])
         leftover = x if self.shapes.policy == "selective" and not self.mask else 0  # the last projection's kept result
         ledger.give(ACTIVATIONS, self.r + self.statistics + leftover)
@@ -301,13 +287,12 @@ class Walk:
             ledger.take(BACKWARD, 2 * h)  # the product's two factors
             ledger.give(BACKWARD, h)
             ledger.give(ACTIVATIONS, self.around - 2 * h)
-            maps.backward("up", h, x)
-            ledger.give(BACKWARD, h)
+            maps.backward("up", h, x, h, 0)
         ledger.take(BACKWARD, h)  # SiLU or GELU
         ledger.give(BACKWARD, h)
         ledger.give(ACTIVATIONS, h)
-        maps.backward("gate" if self.gated else "up", h, x)
-        ledger.give(BACKWARD, h + (x if self.gated else 0))
+        maps.backward("gate" if self.gated else "up", h, x, h, maps.reads(x, *(("gate", "up") if self.gated else ("up",))))
+        ledger.give(BACKWARD, x if self.gated else 0)
 
     def _backward_of_norm(self, place: range) -> None:
         """The gradient of its input, added to the one that went past."""
@@ -328,13 +313,13 @@ class Walk:
         ledger.take(BACKWARD, q + 2 * y)  # stacked
         ledger.give(ACTIVATIONS, self._heads() + q + self.log_sum)
         ledger.give(BACKWARD, q + 2 * y)
-        maps.backward("qkv", q + 2 * y, self.x)
-        ledger.give(BACKWARD, q + 2 * y)
+        maps.backward("qkv", q + 2 * y, self.x, q + 2 * y, maps.reads(self.x, "qkv"))
 
     def _backward_of_embedding(self) -> None:
         ledger = self.ledger
         ledger.give(BACKWARD, self.r)
         if not self.first:
+            ledger.give(ACTIVATIONS, self.received)
             return
         ledger.give(ACTIVATIONS, 0 if self.frozen else self.mask)
         tokens = self.parameters[0]

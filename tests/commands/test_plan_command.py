@@ -79,14 +79,28 @@ def test_why_names_the_remedy() -> None:
     assert "every setting fits\n" in plan(*GPT_1B[:2], "--device", "h100", "--why").stdout
 
 
-@pytest.mark.parametrize(("steps", "unit"), [(15, "minutes"), (45_000, "hours"), (1_500_000, "days")])
+@pytest.mark.parametrize(("steps", "unit"), [(15, "seconds"), (600, "minutes"), (45_000, "hours"), (1_500_000, "days")])
 def test_durations_have_the_unit_that_reads_best(steps: int, unit: str) -> None:
     one = ("--deepspeed_config", "ds_configs/zero2.json")
     said = plan(*GPT_1B[:2], *one, "--device", "h100", "--set", f"training.steps={steps}", "--search").stdout
     step_ms, total = re.search(rf"  ([\d,]+) ms a step .*?{steps:,} steps: ([\d.]+) {unit} \(between", said, re.DOTALL).groups()  # type: ignore[union-attr]
-    seconds = {"minutes": 60, "hours": 3600, "days": 86400}[unit]
+    seconds = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}[unit]
     assert float(total) == pytest.approx(steps * float(step_ms.replace(",", "")) / 1000 / seconds, abs=0.06, rel=0.002)
     assert re.search(rf"  h100 .* USD +[\d.]+ {unit} ", said)
+
+
+def test_a_small_model_is_counted_in_small_units() -> None:
+    said = plan("--devices", "1", "--set", "training.steps=1", "--price", "0.01").stdout
+    assert "allocated MiB" in said and not re.search(r"\D0\.00? (GiB|MiB|minutes|USD)", said)
+    assert "less than 0.01 USD at 0.01 a device and hour" in said and "nvidia-smi" in said
+    on_cpu = plan("--devices", "1", "--device", "cpu").stdout
+    assert "with what the allocator wastes" in on_cpu and "nvidia-smi" not in on_cpu
+
+
+def test_what_cannot_be_traced_is_told_before_anything_else() -> None:
+    for arguments, said in ((("--pipeline", "2"), "a pipeline's stages wait for each other"), (("--json",), "--trace with --json")):
+        result = plan("--trace", *arguments)
+        assert result.returncode == 2 and said in result.stderr and not result.stdout
 
 
 ON_PAPER = ("--tensor", "2", "--deepspeed_config", "ds_configs/zero3.json")

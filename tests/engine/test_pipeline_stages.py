@@ -12,9 +12,6 @@ import torch
 from forked_ranks import Job, run_ranks
 from tiny import VOCABULARY, tiny, tiny_loader
 
-from ds_gpt.config import ModelConfig
-from ds_gpt.engine.pipeline import balanced, stage_blocks
-from ds_gpt.model.gpt import GPT
 
 TWO, FOUR = ["parallel.pipeline=2"], ["parallel.pipeline=4", "model.layers=4"]
 
@@ -25,46 +22,6 @@ def engine_of(ranks: Any, settings: list[str], deepspeed: str = "zero1") -> tupl
     composed = tiny(deepspeed, ranks.world_size, settings)
     engine = Engine(composed, ranks)
     return engine, tiny_loader(composed, engine.grid.data_rank, engine.grid.data_ranks)
-
-
-@pytest.mark.parametrize(
-    ("before", "blocks", "after", "stages", "cuts"),
-    [
-        (0, [1] * 4, 0, 2, [0, 2, 4]),
-        (0, [1] * 12, 0, 4, [0, 3, 6, 9, 12]),
-        (3, [1] * 6, 3, 3, [0, 1, 5, 6]),  # the embedding and the head are worth blocks
-        (4, [1] * 6, 4, 2, [0, 3, 6]),
-        (100, [1] * 4, 100, 4, [0, 1, 2, 3, 4]),  # a stage has a block, whatever the others weigh
-        (1, [1] * 5, 2, 2, [0, 3, 5]),
-    ],
-)
-def test_blocks_are_cut_so_that_the_largest_stage_is_smallest(before: int, blocks: list[int], after: int, stages: int, cuts: list[int]) -> None:
-    assert balanced(before, blocks, after, stages) == cuts
-
-
-def test_no_other_cut_has_a_smaller_largest_stage() -> None:
-    from itertools import combinations
-
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(50):
-        blocks = torch.randint(1, 20, (7,), generator=generator).tolist()
-        before, after, stages = torch.randint(0, 40, (2,), generator=generator).tolist() + [3]
-
-        def largest(cuts: list[int]) -> int:
-            sums = [sum(blocks[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-            return max(sums[0] + before, *sums[1:-1], sums[-1] + after)
-
-        every = [[0, *inner, 7] for inner in combinations(range(1, 7), stages - 1)]
-        assert largest(balanced(before, blocks, after, stages)) == min(map(largest, every))
-
-
-def test_the_cut_of_a_model_counts_its_embedding_and_its_head() -> None:
-    """The proportions of GPT-2 (124M): embedding and head weigh as much as 5.5 blocks each."""
-    model = GPT(ModelConfig(layers=12, width=16, heads=2, context=8, vocab_size=1150))
-    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    assert model.head.weight.numel() / block == pytest.approx(5.5, abs=0.2)
-    assert stage_blocks(model, 2) == [0, 6, 12]
-    assert stage_blocks(model, 4) == [0, 1, 6, 11, 12]
 
 
 def used(ranks: Any, settings: list[str]) -> dict[str, Any]:

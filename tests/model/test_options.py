@@ -8,7 +8,8 @@ from torch import nn
 from variants import CASES, MODERN, SMALL, perturbed
 
 from ds_gpt.config import ModelConfig
-from ds_gpt.model.attention import attend, attention_maps
+from ds_gpt.engine.allocations import Allocations
+from ds_gpt.model.attention import attend, attention_maps, mask
 from ds_gpt.model.gpt import GPT
 from ds_gpt.model.positions import rotate, rotation
 
@@ -125,6 +126,16 @@ def test_attend_is_attention_over_the_last_keys_of_the_window(shared, queries, k
         mixtures[b, h, t] = scores.softmax(dim=0) @ v[b, h // shared, seen]
     torch.testing.assert_close(attend(q, k, v, 0.0, window), mixtures)
     torch.testing.assert_close(attention_maps(q, k, window) @ v.repeat_interleave(shared, dim=1), mixtures)
+
+
+def test_a_mask_costs_its_own_bytes_to_make_and_no_more():
+    mask.cache_clear()
+    with Allocations() as allocations:
+        made = mask(512, 512, 100, torch.bfloat16, torch.device("cpu"))
+        allocations.mark("mask")
+    ((phase, _),) = allocations.phases()
+    assert phase.peak_bytes < 1.05 * made.nbytes == 1.05 * 512**2 * 2
+    assert made.is_contiguous() and (made == 0).sum(dim=1).tolist() == [min(t + 1, 100) for t in range(512)]
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])

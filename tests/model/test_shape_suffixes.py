@@ -79,7 +79,7 @@ def test_every_suffix_in_the_model_is_right(options, kv_heads, window):
         logits_BTV = model(torch.zeros(SIZES["B"], SIZES["T"], dtype=torch.long))
     assert logits_BTV.shape == (SIZES["B"], SIZES["T"], SIZES["V"])
     assert suffixes.wrong == set()
-    assert suffixes.seen >= {"tokens_BT", "x_BTD", "q_BHTK", "k_BGSK", "v_BGSK", "k_BHSK", "scores_BHTS", "distance_TS",
+    assert suffixes.seen >= {"tokens_BT", "x_BTD", "q_BHTK", "k_BGSK", "v_BGSK", "k_BHSK", "scores_BHTS",
                              "seen_TS", "y_BHTK", "h_BTF"}  # fmt: skip
 
 

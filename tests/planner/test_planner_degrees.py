@@ -11,7 +11,7 @@ from traced_cases import CONFIGS
 from ds_gpt.config import ConfigError, ParallelConfig, load
 from ds_gpt.config.parallel import COMBINATIONS, sharing_problems
 from ds_gpt.model.counts import parameters
-from ds_gpt.planner.clock import Constants
+from ds_gpt.planner.clock import Clock, Constants
 from ds_gpt.planner.degrees import ALONE, possible
 from ds_gpt.planner.devices import DEVICES, device_named
 from ds_gpt.planner.memory import memory_of
@@ -28,8 +28,8 @@ def shapes(stage: int = 1, **changes: int) -> Shapes:
     return replace(Shapes.of(load(RUN, JSONS[stage], A100.hardware(8), ())), **changes)
 
 
-def elements(each: Shapes, first: bool = True, last: bool = True) -> int:
-    return sum(parameter.elements for parameter in each.parameters(first, last))
+def elements(each: Shapes, stage: int = 0) -> int:
+    return sum(parameter.elements for parameter in each.parameters(stage))
 
 
 def test_without_degrees_a_rank_has_the_whole_model() -> None:
@@ -38,8 +38,9 @@ def test_without_degrees_a_rank_has_the_whole_model() -> None:
 
 def test_the_stages_of_a_pipeline_have_the_model_between_them_and_the_tied_matrix_twice() -> None:
     model = shapes().model
-    ends = elements(shapes(pipeline=2), True, False) + elements(shapes(pipeline=2), False, True)
-    assert ends == parameters(model) + model.vocabulary * model.width
+    for stages in (2, 3, 8):
+        every = sum(elements(shapes(pipeline=stages), stage) for stage in range(stages))
+        assert every == parameters(model) + model.vocabulary * model.width
 
 
 def test_tensor_ranks_share_the_matrices_and_copy_the_rest() -> None:
@@ -109,6 +110,24 @@ def test_impossible_degrees_are_told(degrees: dict[str, int], devices: int, said
 def test_a_pipeline_is_refused_where_deepspeed_refuses_it() -> None:
     with pytest.raises(ConfigError, match="pipeline 2 with ZeRO 3"):
         candidates(RUN, JSONS[3:], A100, 8, [], [ParallelConfig(pipeline=2)])
+
+
+def test_a_stage_without_adapters_is_refused_before_it_is_started() -> None:
+    adapted = ["lora.rank=8", "lora.targets=['blocks.[0-9].*']"]  # the first ten of twenty
+    assert candidates(RUN, JSONS[1:2], A100, 8, adapted, [ALONE])
+    with pytest.raises(ConfigError, match="no map of blocks 10 to 19, which are stage 1 of 2"):
+        candidates(RUN, JSONS[1:2], A100, 8, adapted, [ParallelConfig(pipeline=2)])
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """Of 11 and 9 blocks: to move one of them makes the slower stage slower."""
+    cut = shapes(pipeline=2, model=shapes().model.model_copy(update={"vocab_size": 50304}))  # type: ignore[arg-type]
+    assert [len(cut.blocks(stage)) for stage in range(2)] == [11, 9]
+    clocks = [Clock(cut, A100, Constants(), stage) for stage in range(2)]
+    first, last = (clock.forward_s + clock.backward_s for clock in clocks)
+    slowest = clocks[first < last]
+    assert speed_of(cut, A100).parts.items() >= slowest.parts.items()
+    assert abs(first - last) < first / 11
 
 
 def test_what_is_proved_can_be_run_and_the_rest_is_on_paper() -> None:

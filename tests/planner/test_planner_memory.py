@@ -19,6 +19,7 @@ LIVE = (
     "wide zero0 full bf16 ranks8", "deep zero1 selective fp32 ranks2", "vocabulary zero2 null bf16 ranks8",
     "short zero3 selective bf16 ranks8", "long llama zero0 null bf16 ranks8", "vocabulary llama chunks zero3 null bf16 ranks2",
     "long llama sequence 2 zero1 null bf16 ranks8", "long sft lora zero1 null bf16 ranks2", "vocabulary dpo lora chunks zero3 full bf16 ranks8",
+    "8192 narrow window kv_heads zero1 null bf16 ranks8",
 )
 LIVE = tuple(CASES) if os.environ.get("TRACE_ALL") else LIVE  # an hour
 

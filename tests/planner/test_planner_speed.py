@@ -45,6 +45,12 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert 1.2 < full.step_s / off.step_s < 1.45
 
 
+def test_a_window_does_not_spare_scores_since_it_is_a_mask() -> None:
+    settings = ((), ("model.sliding_window=256",), ("model.sliding_window=2048",))
+    whole, masked, vain = (speed_of(shapes(2, 8, *window), A100).parts["attention"] for window in settings)
+    assert whole == vain and masked > 1.9 * whole, "FlashAttention computes the half that is causal, a kernel with a mask all of it"
+
+
 def test_two_nodes_are_at_most_twice_as_fast_and_one_gpu_waits_for_nobody() -> None:
     eight, sixteen = (speed_of(replace(shapes(), ranks=ranks), A100).tokens_per_s for ranks in (8, 16))
     assert 1.2 * eight < sixteen <= 2 * eight

@@ -10,7 +10,8 @@ from measured_ranks import measured
 from tiny import CONFIGS
 
 from ds_gpt.config import Composed, Hardware, load
-from ds_gpt.planner.memory import memory
+from ds_gpt.planner.memory import memory, memory_of_stage
+from ds_gpt.planner.shapes import Shapes
 
 MODEL = ("model.layers=3", "model.width=256", "model.heads=4", "model.context=64", "model.vocab_size=1024", "batch.micro_batch_size=2")
 SMALL_BUCKETS = ("zero_optimization.reduce_bucket_size=100000", "zero_optimization.stage3_param_persistence_threshold=1000")
@@ -32,8 +33,8 @@ TOLERANCE = 0.02
 ROUNDING_BYTES = 40 * 512  # the log rounds each tensor up to 512 bytes, as CUDA's allocator does
 
 
-def composed(deepspeed: str, overrides: tuple[str, ...]) -> Composed:
-    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", 2, bf16=True)
+def composed(deepspeed: str, overrides: tuple[str, ...], ranks: int = 2) -> Composed:
+    hardware = Hardware("cuda", "NVIDIA A100-SXM4-40GB", ranks, bf16=True)
     run = load(str(CONFIGS / "runs" / "quickstart.yaml"), str(CONFIGS / f"{deepspeed}.json"), hardware, (*MODEL, *overrides))
     optimizer = run.deepspeed["optimizer"]  # without the Adam that DeepSpeed compiles; fused: no temporaries in the step
     return replace(run, deepspeed={**run.deepspeed, "optimizer": {**optimizer, "params": {**optimizer["params"], "torch_adam": True, "fused": True}}})
@@ -45,6 +46,18 @@ def test_the_peak_is_that_of_ranks_that_share_a_model(stage: int, degree: str, p
     run = composed(f"zero{stage}", (*sizes, *SMALL_BUCKETS[:1], f"parallel.{degree}=2"))
     fullest = max(real.peak_bytes for real in run_ranks(2, measured, run))  # the stages of a pipeline differ
     assert memory(run).peak.bytes == pytest.approx(fullest, rel=TOLERANCE)
+
+
+def test_the_peak_of_each_stage_is_that_of_its_rank() -> None:
+    """Of 1, 1, 2 and 1 blocks: the head takes as long as two, so the last stage has one."""
+    sizes = ("model.layers=5", "model.vocab_size=6500", "batch.global_batch_size=8", "bf16.enabled=false", "parallel.pipeline=4")
+    run = composed("zero1", (*sizes, *SMALL_BUCKETS[:1]), ranks=4)
+    shapes = Shapes.of(run)
+    assert [len(shapes.blocks(stage)) for stage in range(4)] == [1, 1, 2, 1]
+    real = [rank.peak_bytes for rank in run_ranks(4, measured, run)]
+    planned = [memory_of_stage(shapes, stage).peak.bytes for stage in range(4)]
+    assert planned == pytest.approx(real, rel=TOLERANCE), (planned, real)
+    assert memory(run).peak.bytes == max(planned)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -25,6 +25,8 @@ MODELS = {
     "deep": (16, 256, 4, 128, 4000, 2),
     "short": (4, 1024, 8, 64, 2000, 1),
 }
+# The same of sequences so long that a mask of T x T is most of what there is.
+LONG = {"8192 narrow": (2, 64, 4, 8192, 65, 1), "8192": (4, 256, 4, 8192, 65, 2)}
 # ranks, accumulation steps, dropout, reduce bucket
 SYSTEMS = ((8, 1, 0.0, 50_000_000), (2, 2, 0.1, 1_000_000))
 
@@ -34,10 +36,13 @@ OPTIONS = {
     "llama": LLAMA,
     "llama qk_norm": (*LLAMA, "model.qk_norm=true"),
     "llama window": (*LLAMA, "model.sliding_window=64"),
+    "window": ("model.sliding_window=512",),
+    "window kv_heads": ("model.sliding_window=512", "model.kv_heads=2"),
     "rotary": ("model.positions=rotary",),
     "kv_heads": ("model.kv_heads=2",),
     "swiglu": ("model.ffn=swiglu",),
     "qk_norm": ("model.qk_norm=true",),
+    "qk_norm bucket": ("model.qk_norm=true", "zero_optimization.reduce_bucket_size=100000"),
 }
 # name of the model and of the options, stage, policy, precision, system
 OPTION_CASES = (
@@ -45,6 +50,12 @@ OPTION_CASES = (
     ("deep", "llama", 3, "null", "bf16", 0), ("wide", "llama", 2, "null", "bf16", 1), ("long", "llama qk_norm", 1, "null", "bf16", 0),
     ("long", "llama window", 2, "null", "fp32", 0), ("long", "rotary", 0, "null", "fp32", 1), ("long", "kv_heads", 0, "null", "fp32", 0),
     ("long", "swiglu", 0, "full", "bf16", 0), ("long", "qk_norm", 2, "null", "bf16", 0),
+    ("long", "qk_norm bucket", 2, "full", "fp32", 0), ("long", "qk_norm bucket", 2, "full", "fp32", 1),
+)  # fmt: skip
+# the same of LONG
+LONG_CASES = (
+    ("8192 narrow", "llama window", 0, "null", "bf16", 0), ("8192 narrow", "window kv_heads", 1, "null", "bf16", 0), ("8192", "window", 1, "selective", "fp32", 0),
+    ("8192", "llama window", 2, "full", "bf16", 1), ("8192", "llama window", 3, "full", "bf16", 0), ("8192", "documents", 1, "full", "bf16", 0),
 )  # fmt: skip
 # options, chunk of the loss in tokens, stage, precision, system
 CHUNK_CASES = (("", 64, 0, "bf16", 0), ("", 100, 2, "fp32", 1), ("llama", 64, 2, "bf16", 0), ("llama", 64, 3, "bf16", 1), ("", 64, 1, "bf16", 0))
@@ -99,6 +110,8 @@ def cases() -> Iterator[Case]:
         yield _small(model, stage, policy, precision, system)
     for model, options, stage, policy, precision, number in OPTION_CASES:
         yield _small(model, stage, policy, precision, SYSTEMS[number], options, OPTIONS[options])
+    for model, options, stage, policy, precision, number in LONG_CASES:
+        yield _small(model, stage, policy, precision, SYSTEMS[number], options, (OPTIONS | TASKS)[options])
     for options, chunk, stage, precision, number in CHUNK_CASES:
         settings = (*OPTIONS.get(options, ()), f"loss.chunk_tokens={chunk}")
         yield _small("vocabulary", stage, "null", precision, SYSTEMS[number], f"{options} chunks".strip(), settings)
@@ -121,7 +134,7 @@ def cases() -> Iterator[Case]:
 def _small(
     model: str, stage: int, policy: str, precision: str, system: tuple[int, int, float, int], named: str = "", options: tuple[str, ...] = ()
 ) -> Case:
-    layers, width, heads, context, vocabulary, micro = MODELS[model]
+    layers, width, heads, context, vocabulary, micro = (MODELS | LONG)[model]
     ranks, steps, dropout, bucket = system
     overrides = (
         f"model.layers={layers}", f"model.width={width}", f"model.heads={heads}", f"model.context={context}", f"model.vocab_size={vocabulary}",
