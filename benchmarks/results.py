@@ -19,9 +19,9 @@ _NEEDED = ("case", "suite", "status", "message", "device", "definition", "run", 
 
 
 def read(path: Path) -> list[Record]:
-    """The records of cases in a folder, by name, or the one in a file. Raises ConfigError where one is damaged."""
+    """The records of cases in a folder, by name, or the one in a file. Raises ConfigError where one is damaged or no such file is."""
     found = []
-    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+    for file in [path] if path.suffix == ".json" else sorted(path.glob("*.json")):
         record = read_record(file)
         if "definition" not in record:  # of another measurement than a suite's
             continue

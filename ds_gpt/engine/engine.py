@@ -159,7 +159,7 @@ class Engine:
         if self.grid.parallel.tensor == 1:
             return None, {}
         unit = self._pipeline.module.mpu() if self._pipeline else model_parallel_unit(self.grid)
-        return unit, cut(self.model, unit.get_slice_parallel_group())
+        return unit, cut(self.model, unit.get_slice_parallel_group(), self.composed.compiled)
 
     def _start_from(self, read: ReadWeight) -> None:
         """Replace the weights that were drawn, one parameter at a time."""

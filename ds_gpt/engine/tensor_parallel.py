@@ -55,10 +55,12 @@ def model_parallel_unit(grid: Grid) -> Any:
         return PipelineParallelGrid(grid.topology())
 
 
-def cut(model: GPT, group: torch.distributed.ProcessGroup) -> Cuts:
+def cut(model: GPT, group: torch.distributed.ProcessGroup, compiled: bool) -> Cuts:
     """Keep this rank's share of a whole model, the same on every rank of `group`; every one must call it."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
+    if compiled:
+        _end_graphs_for_dropout()
     set_autotp_mode(training=True)
     for block in (module for module in model.blocks if isinstance(module, Block)):  # not another stage's
         for half in (block.attention, block.feed_forward):
@@ -125,13 +127,20 @@ def _attend_apart(
     return _drawn_apart(attend, index, q_BHTK, k_BGTK, v_BGTK, dropout, **apart)
 
 
-# torch.compile cannot take a change of the random state into a graph. Told so, it ends one before this and begins another
-# after; otherwise it finds out, tries the rest of each frame on the stack, and prints 30 lines of warnings a rank.
-@torch.compiler.disable
 def _drawn_apart(function: Callable[..., Tensor], index: int, x: Tensor, *more: Any, **apart: Tensor) -> Tensor:
     """`function` of `x` and what follows, its random numbers each rank's own."""
     with _own_randomness(index, x.device):
         return function(x, *more, **apart)
+
+
+def _end_graphs_for_dropout() -> None:
+    """torch.compile cannot take a change of the random state into a graph. Told so, it ends one before it and begins another.
+
+    Otherwise it finds out, tries the rest of each frame on the stack, and prints 30 lines of warnings a rank. Told where
+    the function is defined, every run would load PyTorch's compiler.
+    """
+    global _drawn_apart
+    _drawn_apart = torch.compiler.disable(_drawn_apart)
 
 
 @contextlib.contextmanager

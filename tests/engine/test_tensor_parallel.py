@@ -13,6 +13,7 @@ from measured_ranks import measured
 from tiny import tiny, tiny_loader, whole_batch
 
 from ds_gpt.config import Composed
+from ds_gpt.engine import tensor_parallel
 from ds_gpt.engine.tensor_parallel import _attend_apart, _DropoutApart
 from ds_gpt.generation.decoding import generate
 from ds_gpt.generation.options import Sampling
@@ -193,6 +194,8 @@ def test_evaluation_and_generation_are_those_of_the_whole_model(options: tuple[s
 def test_own_dropout_is_no_surprise_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn outside of the compiled graphs, the same as without compiler, and no warning is printed for it."""
     drop, q_BHTK = _DropoutApart(0.5, 1), torch.randn(1, 2, 8, 4)
+    monkeypatch.setattr(tensor_parallel, "_drawn_apart", tensor_parallel._drawn_apart)  # put back at the end
+    tensor_parallel._end_graphs_for_dropout()
 
     def both(x_BHTK: torch.Tensor) -> torch.Tensor:
         return drop(_attend_apart(attend, 1, x_BHTK, x_BHTK, x_BHTK, 0.5)) + torch.rand(())
