@@ -133,7 +133,10 @@ def test_one_rank_that_cannot_write_fails_the_save_for_all(tmp_path: Path) -> No
         assert result == {"error": "", "threads": []}
         left = complete(tmp_path / str(number) / "checkpoints")
         assert [damage(path) for path in left] == [None] * len(left)
-        assert {9, 2} <= {step_of(path) for path in left} and 4 not in {step_of(path) for path in left}
+        steps = {step_of(path) for path in left}
+        assert 9 in steps and 4 not in steps
+        # Behind training the save that began at step 2 may not have been written yet when the limit came.
+        assert 2 in steps or number == 2
         failed = [step for step, _ in events(tmp_path / str(number), "save_failed")]
         assert failed == [4, 6] if number < 2 else failed, "behind training it is found out later"
     assert "the checkpoint of step 4 could not be saved" in first[3]["error"] and "rank_00001.safetensors" in first[3]["error"]
