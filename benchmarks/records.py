@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_gpt.config import ConfigError, Problem
+from ds_gpt.data.replacing import replace_text
 from ds_gpt.trainer.run_folder import git_commit
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -60,14 +60,10 @@ def save(path: Path, record: dict[str, Any]) -> None:
     Raises:
         ConfigError: it cannot be written; what was there before still is.
     """
-    temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(_compact(json.dumps(record, indent=2)) + "\n")
-        os.replace(temporary, path)
+        replace_text(path, _compact(json.dumps(record, indent=2)) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(Problem(f"the record '{path}' cannot be written: {error.strerror}", "records before it are kept", "mend that, then run the same again")) from None
 
 

@@ -240,7 +240,7 @@ def extension_locks() -> Check:
             continue
     if stale := {lock: age for lock, age in ages.items() if age > ABANDONED_S}:
         saw = ", ".join(f"'{lock}' is {age / 60:,.0f} minutes old" for lock, age in stale.items())
-        why = "its maker was probably killed; whoever needs this op of DeepSpeed (offload, fused Adam) waits for it for ever"
+        why = "its maker was probably killed; whoever needs this op of DeepSpeed (offload, fused Adam) ends in an error"
         return Check("extension locks", "problem", saw, why, "if no compiler runs, delete it")
     return Check("extension locks", "ok", f"none is stale in '{root}'" + (f"; {len(ages)} held" if ages else ""))
 
