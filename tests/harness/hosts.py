@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,8 @@ def two_hosts(named: bool = True) -> Iterator[tuple[Host, Host]]:
                 subprocess.run(command.split(), check=True, capture_output=True)
             except (OSError, subprocess.CalledProcessError):
                 pytest.skip("only root may make network namespaces, with iproute2")
+        for host in hosts:
+            _wait_for_carrier(host)
         for host in hosts if named else ():
             _of(host).mkdir(parents=True)
             known = "".join(f"{each.address} {each.name}\n" for each in hosts)
@@ -85,6 +88,15 @@ def two_hosts(named: bool = True) -> Iterator[tuple[Host, Host]]:
             host.kill()
             shutil.rmtree(_of(host), ignore_errors=True)
             subprocess.run(["ip", "netns", "del", host.space], capture_output=True, check=False)
+
+
+def _wait_for_carrier(host: Host, deadline_s: float = 20) -> None:
+    """The kernel tells of a cable's other end up to a second after it is there; until then the interface is not running."""
+    late = time.monotonic() + deadline_s
+    shown = ["ip", "-n", host.space, "link", "show", "dev", host.interface]
+    while "state UP" not in subprocess.run(shown, check=True, capture_output=True, text=True).stdout:
+        assert time.monotonic() < late, f"{host.interface} of {host.name} did not come up"
+        time.sleep(0.02)
 
 
 def _of(host: Host) -> Path:
